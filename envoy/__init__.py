@@ -1,0 +1,1 @@
+"""What the user points at: errors, addresses, the tree of a model's modules, Envoys and their ports."""

@@ -1,0 +1,183 @@
+"""Envoys: the stand-ins for a model's modules.
+
+An Envoy is an address in a tree and nothing more. Inside a block its ports read and write the running model; outside,
+it can be looked at, indexed and iterated over. `RootEnvoy` adds the run-level ports, and is what models derive from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import overload
+
+from . import active
+from .address import INPUT, LOGITS, OUTPUT, SAMPLES, Port, shown, suggestion
+from .errors import ForeignError, UnknownNameError
+from .render import tree_html, tree_text
+from .tree import Learned, ModuleTree
+
+_PORTS = ("input", "inputs", "output")
+
+
+class Envoy:
+    """One module of the model, by its address.
+
+    Children are attributes (``model.model``) or items (``layers[5]``, ``layers[-1]``, ``layers[2:4]``); a child whose
+    name is taken (``output``) is reached as ``envoy["output"]``.
+    """
+
+    def __init__(self, tree: ModuleTree, address: str, root: Envoy | None = None) -> None:
+        self._tree = tree
+        self._address = address
+        self._root = root if root is not None else self
+
+    @property
+    def address(self) -> str:
+        """Dotted path of the module; ``""`` is the whole model."""
+        return self._address
+
+    @property
+    def root(self) -> Envoy:
+        """The Envoy of the whole model."""
+        return self._root
+
+    @property
+    def output(self) -> object:
+        """What the module returned, for this request's rows: a private copy, in the module's own structure.
+
+        Tensors have shape ``[rows, ...]`` (one row per token of this step), and the model's device and dtype. In-place
+        edits and assignments are what the model goes on with.
+
+        Raises:
+            PortPassedError: the model is past this port in this step.
+            PortNotReachedError: the module did not run in this step.
+            WriteError: on assignment of another structure, shape or dtype.
+        """
+        return self._read(OUTPUT, "output")
+
+    @output.setter
+    def output(self, value: object) -> None:
+        self._write(OUTPUT, "output", value)
+
+    @property
+    def input(self) -> object:
+        """The first floating-point tensor among the arguments (else the first argument), as `output` is read.
+
+        Position ids and token ids come first in many modules of vLLM; they are in `inputs`.
+        """
+        return self._read(INPUT, "input")
+
+    @input.setter
+    def input(self, value: object) -> None:
+        self._write(INPUT, "input", value)
+
+    @property
+    def inputs(self) -> object:
+        """All arguments, ``(args, kwargs)``: a tuple and a dict, read and written like `output`."""
+        return self._read(INPUT, "inputs")
+
+    @inputs.setter
+    def inputs(self, value: object) -> None:
+        self._write(INPUT, "inputs", value)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the real module, with the real weights, on values of the block (``model.model.norm(h)``)."""
+        return self._session("()").call(self._address, args, kwargs)
+
+    def __getattr__(self, name: str) -> Envoy:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return Envoy(self._tree, self._tree.child(self._address, name), self._root)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name.startswith("_") or name in self._writable():
+            super().__setattr__(name, value)
+            return
+        self.check_writable(name)
+
+    def check_writable(self, name: str) -> None:
+        """Raise `UnknownNameError` if this Envoy has no port `name` that could be assigned to."""
+        known = self._writable()
+        if name not in known:
+            raise UnknownNameError(
+                f"{shown(self._address)} has no port `{name}` to write to.{suggestion(name, known)}"
+            )
+
+    @overload
+    def __getitem__(self, key: int | str) -> Envoy: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Envoy]: ...
+    def __getitem__(self, key: int | str | slice) -> Envoy | list[Envoy]:
+        if isinstance(key, slice):
+            return [self[index] for index in range(*key.indices(len(self)))]
+        if isinstance(key, str):
+            return Envoy(self._tree, self._tree.child(self._address, key), self._root)
+        return Envoy(self._tree, self._tree.item(self._address, key), self._root)
+
+    def __len__(self) -> int:
+        return sum(name.isdigit() for name in self._tree.modules[self._address].children)
+
+    def __iter__(self) -> Iterator[Envoy]:
+        return (self[index] for index in range(len(self)))
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self._tree.modules[self._address].children]
+
+    def __repr__(self) -> str:
+        return tree_text(self._tree, self._address)
+
+    def _repr_html_(self) -> str:
+        return tree_html(self._tree, self._address)
+
+    def _writable(self) -> tuple[str, ...]:
+        return _PORTS
+
+    def _session(self, what: str) -> active.Session:
+        name = f"`{self._address or 'model'}{what}`"
+        session = active.session(name)
+        if session.tree is not self._tree:
+            raise ForeignError(
+                f"{name} belongs to another model than the one that this block runs in. "
+                "Trace that model in a `with` of its own and hand over saved values."
+            )
+        return session
+
+    def _read(self, kind: str, part: str) -> object:
+        return self._session(f".{part}").read(Port(self._address, kind), part)
+
+    def _write(self, kind: str, part: str, value: object) -> None:
+        self._session(f".{part}").write(Port(self._address, kind), part, value)
+
+
+class RootEnvoy(Envoy):
+    """The Envoy of the whole model, with the ports of a generation step."""
+
+    @property
+    def logits(self) -> object:
+        """Logits of the token that this step generates, ``[1, vocab]``, before sampling; readable and writable."""
+        return self._read(LOGITS, "logits")
+
+    @logits.setter
+    def logits(self, value: object) -> None:
+        self._write(LOGITS, "logits", value)
+
+    @property
+    def samples(self) -> object:
+        """Id of the token that this step generates, integer tensor ``[1]``.
+
+        Writing it (an int, or a tensor of one element) changes what is generated.
+        """
+        return self._read(SAMPLES, "samples")
+
+    @samples.setter
+    def samples(self, value: object) -> None:
+        self._write(SAMPLES, "samples", value)
+
+    def learn(self, learned: Learned) -> None:
+        """Take over the execution order and the shapes that the running model has reported."""
+        self._tree.learn(learned)
+
+    def _writable(self) -> tuple[str, ...]:
+        return (*_PORTS, "logits", "samples")

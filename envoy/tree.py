@@ -1,0 +1,107 @@
+"""The specification of a module tree: names, classes, and what was learned by running it once.
+
+A `ModuleTree` is built from any object with `named_modules` (a real module or one on the meta device) and holds no
+module and no tensor, so the caller can have one without weights. Order and shapes are unknown until a model that was
+run once reports them (`Learned`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from .address import Port, join, shown, suggestion
+from .errors import UnknownNameError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModuleInfo(msgspec.Struct, frozen=True, array_like=True):
+    """Class name and the names of the children, in order of definition."""
+
+    class_name: str
+    children: tuple[str, ...]
+
+
+class Learned(msgspec.Struct, frozen=True, array_like=True):
+    """What one recorded forward shows.
+
+    Attributes:
+        order: ports in the order in which they fired; a module that ran twice is there twice.
+        shapes: address to the shape of its output as text, ``n`` standing for the number of rows.
+    """
+
+    order: tuple[tuple[str, str], ...]
+    shapes: dict[str, str]
+
+
+class ModuleTree:
+    """Names, classes, order and shapes of the modules of one model."""
+
+    def __init__(self, modules: Mapping[str, ModuleInfo]) -> None:
+        self.modules = dict(modules)
+        self.shapes: dict[str, str] = {}
+        self.order: tuple[Port, ...] = ()
+        self._places: dict[Port, tuple[int, ...]] = {}
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> ModuleTree:
+        """The tree of a torch module; a module that hangs in several places has several addresses."""
+        return cls(
+            {
+                address: ModuleInfo(type(child).__name__, tuple(name for name, _ in _children(child)))
+                for address, child in module.named_modules(remove_duplicate=False)
+            }
+        )
+
+    def learn(self, learned: Learned) -> None:
+        """Take over the order and shapes of a recorded forward."""
+        self.order = tuple(Port(*port) for port in learned.order)
+        self.shapes = dict(learned.shapes)
+        places: dict[Port, list[int]] = {}
+        for place, port in enumerate(self.order):
+            places.setdefault(port, []).append(place)
+        self._places = {port: tuple(found) for port, found in places.items()}
+
+    def places(self, port: Port) -> tuple[int, ...]:
+        """Places of the port in the learned order; empty if it did not fire or nothing was learned yet."""
+        return self._places.get(port, ())
+
+    def child(self, address: str, name: str) -> str:
+        """Address of a child.
+
+        Raises:
+            UnknownNameError: there is none; the message has the nearest names.
+        """
+        info = self.modules[address]
+        if name in info.children:
+            return join(address, name)
+        raise UnknownNameError(
+            f"{shown(address)} ({info.class_name}) has no module or port `{name}`."
+            + suggestion(name, (*info.children, "input", "inputs", "output"))
+        )
+
+    def item(self, address: str, index: int) -> str:
+        """Address of a child by number; negative numbers count from the end.
+
+        Raises:
+            UnknownNameError: the module has no numbered children, or fewer; the message has the valid range.
+        """
+        info = self.modules[address]
+        numbered = [name for name in info.children if name.isdigit()]
+        if not numbered:
+            raise UnknownNameError(f"{shown(address)} ({info.class_name}) has no numbered modules.")
+        if not -len(numbered) <= index < len(numbered):
+            raise UnknownNameError(
+                f"{shown(address)}[{index}] does not exist: it has {len(numbered)} modules, "
+                f"numbered 0 to {len(numbered) - 1} (or -{len(numbered)} to -1)."
+            )
+        return join(address, numbered[index])
+
+
+def _children(module: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """All named children, also those that hang in several places (`named_children` drops repetitions)."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
