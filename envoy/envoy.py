@@ -25,10 +25,12 @@ class Envoy:
     name is taken (``output``) is reached as ``envoy["output"]``.
     """
 
+    _tree: ModuleTree
+    _address: str
+    _root: Envoy
+
     def __init__(self, tree: ModuleTree, address: str, root: Envoy | None = None) -> None:
-        self._tree = tree
-        self._address = address
-        self._root = root if root is not None else self
+        vars(self).update(_tree=tree, _address=address, _root=root if root is not None else self)
 
     @property
     def address(self) -> str:
@@ -81,7 +83,7 @@ class Envoy:
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the real module, with the real weights, on values of the block (``model.model.norm(h)``)."""
-        return self._session("()").call(self._address, args, kwargs)
+        return self._session().call(self._address, args, kwargs)
 
     def __getattr__(self, name: str) -> Envoy:
         if name.startswith("_"):
@@ -98,9 +100,7 @@ class Envoy:
         """Raise `UnknownNameError` if this Envoy has no port `name` that could be assigned to."""
         known = self._writable()
         if name not in known:
-            raise UnknownNameError(
-                f"{shown(self._address)} has no port `{name}` to write to.{suggestion(name, known)}"
-            )
+            raise UnknownNameError(f"{shown(self._address)} has no port `{name}` to write to.{suggestion(name, known)}")
 
     @overload
     def __getitem__(self, key: int | str) -> Envoy: ...
@@ -114,7 +114,7 @@ class Envoy:
         return Envoy(self._tree, self._tree.item(self._address, key), self._root)
 
     def __len__(self) -> int:
-        return sum(name.isdigit() for name in self._tree.modules[self._address].children)
+        return len(self._tree.numbered(self._address))
 
     def __iter__(self) -> Iterator[Envoy]:
         return (self[index] for index in range(len(self)))
@@ -134,10 +134,12 @@ class Envoy:
     def _writable(self) -> tuple[str, ...]:
         return _PORTS
 
-    def _session(self, what: str) -> active.Session:
-        name = f"`{self._address or 'model'}{what}`"
-        session = active.session(name)
-        if session.tree is not self._tree:
+    def _session(self, port: str = "") -> active.Session:
+        """The running block, which must be one of this model; `port` is what is asked for (none: a call)."""
+        session = active.current()
+        if session is None or session.tree is not self._tree:
+            name = f"`{self._address or 'model'}{f'.{port}' if port else '()'}`"
+            active.session(name)
             raise ForeignError(
                 f"{name} belongs to another model than the one that this block runs in. "
                 "Trace that model in a `with` of its own and hand over saved values."
@@ -145,10 +147,10 @@ class Envoy:
         return session
 
     def _read(self, kind: str, part: str) -> object:
-        return self._session(f".{part}").read(Port(self._address, kind), part)
+        return self._session(part).read(Port(self._address, kind), part)
 
     def _write(self, kind: str, part: str, value: object) -> None:
-        self._session(f".{part}").write(Port(self._address, kind), part, value)
+        self._session(part).write(Port(self._address, kind), part, value)
 
 
 class RootEnvoy(Envoy):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class _Row(NamedTuple):
     label: str
     address: str
-    count: int
+    times: int
 
 
 def tree_text(tree: ModuleTree, address: str = "") -> str:
@@ -35,7 +35,7 @@ def tree_html(tree: ModuleTree, address: str = "") -> str:
 
 def _text(tree: ModuleTree, address: str, depth: int, lines: list[tuple[str, str]]) -> None:
     for row in _rows(tree, address):
-        lines.append(("  " * depth + row.label, _described(tree, row.address, row.count)))
+        lines.append(("  " * depth + row.label, _described(tree, row.address, row.times)))
         _text(tree, row.address, depth + 1, lines)
 
 
@@ -44,7 +44,7 @@ def _html(tree: ModuleTree, address: str, label: str, depth: int, count: int = 1
     rows = _rows(tree, address)
     if not rows:
         return f'<div style="margin-left:1em">{head}</div>'
-    inside = "".join(_html(tree, row.address, row.label, depth + 1, row.count) for row in rows)
+    inside = "".join(_html(tree, row.address, row.label, depth + 1, row.times) for row in rows)
     opened = " open" if depth < 2 else ""
     return f'<details{opened} style="margin-left:1em"><summary>{head}</summary>{inside}</details>'
 

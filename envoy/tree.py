@@ -46,6 +46,7 @@ class ModuleTree:
         self.shapes: dict[str, str] = {}
         self.order: tuple[Port, ...] = ()
         self._places: dict[Port, tuple[int, ...]] = {}
+        self._numbered: dict[str, tuple[str, ...]] = {}
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ModuleTree:
@@ -84,6 +85,14 @@ class ModuleTree:
             + suggestion(name, (*info.children, "input", "inputs", "output"))
         )
 
+    def numbered(self, address: str) -> tuple[str, ...]:
+        """The names of the children that are numbers, in order."""
+        found = self._numbered.get(address)
+        if found is None:
+            found = tuple(name for name in self.modules[address].children if name.isdigit())
+            self._numbered[address] = found
+        return found
+
     def item(self, address: str, index: int) -> str:
         """Address of a child by number; negative numbers count from the end.
 
@@ -91,7 +100,7 @@ class ModuleTree:
             UnknownNameError: the module has no numbered children, or fewer; the message has the valid range.
         """
         info = self.modules[address]
-        numbered = [name for name in info.children if name.isdigit()]
+        numbered = self.numbered(address)
         if not numbered:
             raise UnknownNameError(f"{shown(address)} ({info.class_name}) has no numbered modules.")
         if not -len(numbered) <= index < len(numbered):

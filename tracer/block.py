@@ -1,0 +1,76 @@
+"""What travels from the caller to the model: a block, its values, and the request they belong to.
+
+The wire carries source text and values, never bytecode, so the two ends may run different Python versions. The structs
+are frozen and versioned; the only opaque part is `Payload.values`, a cloudpickle stream (see `codec`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FORMAT = 1
+"""Version of the wire format; a payload of another version is refused."""
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """The source of one captured body.
+
+    Attributes:
+        source: the whole lines of the `with` statement, as in the file (indentation kept).
+        filename: the file name of the caller's code object; tracebacks show it.
+        lineno: line number of the first line of `source` in that file.
+        item: index of the item of the `with` that is the trace; later items belong to the body.
+        name: name of the code object around the `with` (``<module>``, a function's name, ...).
+        scope: kind of the scope around the `with`; decides how names in the body resolve.
+        tracer: the name after `as`, if any.
+        parameters: names that the block reads from the caller's local scope.
+        owner: name of the class around the `with`, which mangles ``__names`` in it; ``""`` if there is none.
+        lazy_annotations: whether ``from __future__ import annotations`` is in force there.
+    """
+
+    source: str
+    filename: str
+    lineno: int
+    item: int
+    name: str
+    scope: Literal["module", "function", "class"]
+    tracer: str | None
+    parameters: tuple[str, ...]
+    owner: str = ""
+    lazy_annotations: bool = False
+
+
+class TensorBlob(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor: torch dtype name without the ``torch.`` prefix, shape, and contiguous little-endian bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+class Payload(msgspec.Struct, frozen=True, array_like=True):
+    """One block for one request.
+
+    Attributes:
+        version: `FORMAT` of the sender.
+        trace: unique id of the trace; results are fetched under it.
+        block: the source.
+        values: cloudpickle bytes of ``{"local": {...}, "global": {...}}``.
+        tensors: buffers that `values` refers to by index.
+        seed: seed of the random numbers drawn in the block.
+        uses: other sources of randomness that the block refers to (``"random"``, ``"numpy"``).
+    """
+
+    version: int
+    trace: str
+    block: Block
+    values: bytes
+    tensors: tuple[TensorBlob, ...]
+    seed: int
+    uses: tuple[str, ...]
+
+
+class TracerHandle:
+    """Base of the objects that a `with` binds after `as`; the codec sends them as a reference, not by value."""

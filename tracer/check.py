@@ -1,0 +1,69 @@
+"""Names checked before anything runs.
+
+A block's Envoys are known when it is captured, so a misspelled module or an index out of range is refused at the
+`with`, at the line where it stands, and not only when the block gets there. Chains with parts that are known only at
+run time (``layers[i]``) are checked as far as they go, with the first child standing for any.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+
+from ..envoy.envoy import Envoy
+from ..envoy.errors import UnknownNameError
+
+
+def check_names(body: ast.AST, values: Mapping[str, object], assigned: frozenset[str], filename: str) -> None:
+    """Resolve every chain of attributes and indices that starts at an Envoy.
+
+    Args:
+        body: the `with` statement, with true line numbers.
+        values: captured variables.
+        assigned: names that the block itself assigns; chains from these are not followed.
+        filename: for the message.
+
+    Raises:
+        UnknownNameError: a name that the tree does not have; it says where.
+    """
+    roots = {name: value for name, value in values.items() if isinstance(value, Envoy) and name not in assigned}
+    if not roots:
+        return
+    for node in ast.walk(body):
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            try:
+                _resolve(node, roots)
+            except UnknownNameError as error:
+                raise UnknownNameError(f"{filename}:{node.lineno}: {error}") from None
+
+
+def _resolve(node: ast.expr, roots: Mapping[str, Envoy]) -> Envoy | None:
+    """The Envoy that an expression names, or None if it is something else or not known yet."""
+    if isinstance(node, ast.Name):
+        return roots.get(node.id)
+    if isinstance(node, ast.Attribute):
+        base = _resolve(node.value, roots)
+        if base is None or hasattr(type(base), node.attr) or node.attr in vars(base):
+            return None
+        if isinstance(node.ctx, ast.Store):
+            base.check_writable(node.attr)
+            return None
+        child = getattr(base, node.attr)
+        return child if isinstance(child, Envoy) else None
+    if isinstance(node, ast.Subscript):
+        base = _resolve(node.value, roots)
+        if base is None:
+            return None
+        index = _constant(node.slice)
+        if isinstance(index, int | str):
+            return base[index]
+        if not isinstance(node.slice, ast.Slice) and len(base):
+            return base[0]
+    return None
+
+
+def _constant(node: ast.expr) -> object:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None

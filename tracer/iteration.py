@@ -1,0 +1,79 @@
+"""Following the steps of a request: ``tracer.iter[...]``.
+
+Step 0 is the whole prompt; step k turns generated token k into token k+1. Asking for a step suspends the block until
+the model starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import count
+from typing import TypeAlias
+
+from ..envoy import active
+from ..envoy.errors import StepError
+
+Key: TypeAlias = "int | slice | list[int] | tuple[int, ...] | range"
+
+
+class Steps:
+    """``tracer.iter``: index it with a step, a slice or a list of steps to get something to loop over."""
+
+    def __getitem__(self, key: Key) -> StepRange:
+        return StepRange(key)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(StepRange(slice(None)))
+
+
+class StepRange:
+    """The steps of one loop; each is yielded when the model has come to it.
+
+    An open range (``[:]``, ``[2:]``) ends with the request. A bounded one that the request could not fill ends too,
+    with a warning that says how many steps ran.
+    """
+
+    def __init__(self, key: Key) -> None:
+        self._key = key
+        self._steps, self._total = _steps(key)
+
+    def __iter__(self) -> Iterator[int]:
+        session = active.session("`tracer.iter`")
+        for ran, step in enumerate(self._steps):
+            if not session.advance(step):
+                if self._total is not None:
+                    session.warn(
+                        f"`tracer.iter[{_shown(self._key)}]` ran {ran} of {self._total} steps: the request ended "
+                        f"before step {step}. Raise `max_tokens`, or use an open range such as `[{step}:]`."
+                    )
+                return
+            yield step
+
+
+def _steps(key: Key) -> tuple[Iterable[int], int | None]:
+    """The steps that a key selects, and how many they are (None: open)."""
+    if isinstance(key, slice):
+        start = 0 if key.start is None else key.start
+        stride = 1 if key.step is None else key.step
+        if start < 0 or stride < 1 or (key.stop is not None and key.stop < 0):
+            raise StepError(
+                f"`tracer.iter[{_shown(key)}]`: steps are counted from 0 forwards, since the number of steps is not "
+                "known before the request ends."
+            )
+        if key.stop is None:
+            return count(start, stride), None
+        bounded = range(start, key.stop, stride)
+        return bounded, len(bounded)
+    wanted = [key] if isinstance(key, int) else list(key)
+    if any(step < 0 for step in wanted):
+        raise StepError(f"`tracer.iter[{_shown(key)}]`: a step is a whole number from 0 on.")
+    if sorted(set(wanted)) != wanted:
+        raise StepError(f"`tracer.iter[{_shown(key)}]`: list the steps once each, in increasing order.")
+    return wanted, len(wanted)
+
+
+def _shown(key: Key) -> str:
+    if not isinstance(key, slice):
+        return str(key)
+    ends = ["" if end is None else str(end) for end in (key.start, key.stop)]
+    return ":".join(ends + ([str(key.step)] if key.step is not None else []))

@@ -1,0 +1,123 @@
+"""The pickler of captured values: cloudpickle, except for what invivo sends in its own way."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import threading
+from types import CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from ..envoy.envoy import Envoy
+from ..envoy.errors import ForeignError
+from . import buffers, by_value
+from .block import TensorBlob, TracerHandle
+from .buffers import Refusal
+from .unsendable import refuse
+
+if TYPE_CHECKING:
+    import io
+
+_registry = threading.RLock()
+"""Held while a pickler works: which modules cloudpickle takes by value is a global setting of cloudpickle."""
+
+
+def resolve(*_: str | int) -> object:
+    """Stands in the pickle, with a kind and a key, for an Envoy, a tensor or the tracer of the reader."""
+    raise pickle.UnpicklingError("captured values are read by `codec.decode`")
+
+
+class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles the values of one block.
+
+    Attributes:
+        tensors: the tensors met so far; `resolve` refers to them by index.
+        uses: the sources of random numbers met so far.
+    """
+
+    def __init__(self, file: io.BytesIO, owner: object) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[TensorBlob] = []
+        self.uses: set[str] = set()
+        self._owner = owner
+        self._namespaces: dict[int, dict[str, Any]] = {}
+        self._registered: list[ModuleType] = []
+
+    def dump(self, obj: object) -> None:
+        """Pickles `obj` into the file."""
+        with _registry:
+            try:
+                super().dump(obj)
+            finally:
+                for module in self._registered:
+                    cloudpickle.unregister_pickle_by_value(module)
+                self._registered.clear()
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Called by pickle for every object but numbers, text and plain containers."""
+        if isinstance(obj, FunctionType):
+            if not by_value.by_name(obj):
+                return by_value.function_parts(obj, self._namespaces)
+            self._note(obj.__module__)
+            return NotImplemented
+        if isinstance(obj, CodeType):
+            return by_value.code_parts(obj)
+        if isinstance(obj, ModuleType):
+            return self._module(obj)
+        if isinstance(obj, type):
+            return self._class(obj)
+        if buffers.is_tensor(obj):
+            dtype, shape, array = buffers.elements(obj)
+            self.tensors.append(TensorBlob(dtype, shape, array.tobytes()))
+            return resolve, ("tensor", len(self.tensors) - 1)
+        if isinstance(obj, Envoy):
+            self._check(obj)
+            return resolve, ("envoy", obj.address)
+        if isinstance(obj, TracerHandle):
+            return resolve, ("tracer", 0)
+        refuse(obj)
+        return super().reducer_override(obj)
+
+    def _check(self, value: object) -> None:
+        if isinstance(value, Envoy) and value.root is not self._owner:
+            name = value.address or "model"
+            raise ForeignError(f"the Envoy `{name}` belongs to another model than the one that is traced")
+
+    def _module(self, module: ModuleType) -> Any:
+        if by_value.is_installed(module):
+            self._note(module.__name__, entire=True)
+            return by_value.import_module, (module.__name__,)
+        return by_value.module_parts(module, self._refusal)
+
+    def _refusal(self, value: object) -> str | None:
+        try:
+            refuse(value)
+            self._check(value)
+        except (Refusal, ForeignError) as error:
+            return str(error)
+        return None
+
+    def _class(self, kind: type) -> Any:
+        if by_value.by_name(kind):
+            self._note(kind.__module__)
+            return super().reducer_override(kind)
+        module = sys.modules.get(kind.__module__ or "")
+        if module is not None and module.__name__ in sys.modules and not by_value.is_installed(module):
+            self._register(module)
+        parts = super().reducer_override(kind)
+        if isinstance(parts, tuple) and len(parts) == 6:
+            return by_value.class_parts(kind, parts)
+        return parts
+
+    def _register(self, module: ModuleType) -> None:
+        if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            self._registered.append(module)
+
+    def _note(self, module: str, *, entire: bool = False) -> None:
+        if module == "random":
+            self.uses.add("random")
+        elif module.startswith("numpy.random") or (module == "numpy" and entire):
+            self.uses.add("numpy")

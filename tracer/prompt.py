@@ -1,0 +1,79 @@
+"""Prompts: text, token ids or chat messages, as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..envoy.errors import PromptError
+
+
+class Prompt(NamedTuple):
+    """A prompt as the model takes it.
+
+    Attributes:
+        token_ids: at least one id.
+        text: the text that was tokenized, where there was one.
+    """
+
+    token_ids: list[int]
+    text: str | None
+
+
+def tokenize(prompt: object, tokenizer: Any, vocabulary: int | None = None) -> Prompt:
+    """Token ids of a prompt.
+
+    Args:
+        prompt: text; a sequence of token ids (also a tensor or array of them); or a list of chat messages, dicts with
+            ``role`` and ``content``, which go through the tokenizer's chat template.
+        tokenizer: a transformers tokenizer; None if only token ids can be taken.
+        vocabulary: if known, the bound of token ids.
+
+    Raises:
+        PromptError: empty, of another kind, with ids out of range, or in need of a tokenizer or template that is not
+            there.
+    """
+    if isinstance(prompt, str):
+        ids = list(_needed(tokenizer, "a text")(prompt)["input_ids"])
+        return _checked(ids, prompt, vocabulary)
+    to_list = getattr(prompt, "tolist", None)  # of a tensor or an array
+    if to_list is not None:
+        prompt = to_list()
+    if isinstance(prompt, list | tuple) and prompt and all(isinstance(item, Mapping) for item in prompt):
+        _needed(tokenizer, "a list of chat messages")
+        if not getattr(tokenizer, "chat_template", None):
+            raise PromptError(
+                "the prompt is a list of chat messages, and this model's tokenizer has no chat template: give the "
+                "text as the model was trained on it."
+            )
+        text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        return _checked(list(tokenizer(text, add_special_tokens=False)["input_ids"]), text, vocabulary)
+    if isinstance(prompt, list | tuple) and all(
+        isinstance(item, int) and not isinstance(item, bool) for item in prompt
+    ):
+        return _checked(list(prompt), None, vocabulary)
+    raise PromptError(
+        f"a prompt is a text, a list of token ids, or a list of chat messages (dicts); this is {_shown(prompt)}. "
+        "One trace takes one prompt."
+    )
+
+
+def _needed(tokenizer: Any, kind: str) -> Any:
+    if tokenizer is None:
+        raise PromptError(f"the prompt is {kind}, and this model has no tokenizer: give token ids.")
+    return tokenizer
+
+
+def _checked(ids: list[int], text: str | None, vocabulary: int | None) -> Prompt:
+    if not ids:
+        raise PromptError("the prompt is empty: the model needs at least one token (the tokenizer's BOS token, say).")
+    if vocabulary is not None:
+        wrong = [token for token in ids if not 0 <= token < vocabulary]
+        if wrong:
+            raise PromptError(f"token id {wrong[0]} is out of range: this model has ids 0 to {vocabulary - 1}.")
+    return Prompt(ids, text)
+
+
+def _shown(prompt: object) -> str:
+    text = repr(prompt)
+    return f"{type(prompt).__name__} {text if len(text) < 60 else text[:57] + '...'}"

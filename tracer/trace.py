@@ -1,0 +1,130 @@
+"""``with model.trace(...)``: capture on entry, run on exit.
+
+Entering captures the body and arranges for the caller to skip it; leaving sends it to the backend, waits, and brings
+home what it saved, printed and warned of, or raises what it raised.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import uuid
+import warnings
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, NoReturn
+
+from ..envoy.envoy import RootEnvoy
+from ..envoy.errors import InvivoWarning
+from .block import FORMAT, Payload
+from .capture import Captured, Site, locate, read
+from .check import check_names
+from .codec import encode
+from .failure import rebuild
+from .frames import SkipBody, Skipper, bind
+from .results import unpack
+from .tracer import Tracer
+
+if TYPE_CHECKING:
+    from .backend import Backend, Reply
+
+
+class Trace:
+    """One trace, as a context manager; used once.
+
+    Args:
+        model: the model whose Envoys the block may use.
+        backend: what runs it.
+        request: what the backend makes of the prompt and sampling arguments.
+        seed: seed of the random numbers drawn in the block.
+    """
+
+    def __init__(self, model: RootEnvoy, backend: Backend, request: object, seed: int) -> None:
+        self._model = model
+        self._backend = backend
+        self._request = request
+        self._seed = seed
+        self._tracer = Tracer()
+        self._frame: FrameType | None = None
+        self._site: Site | None = None
+        self._payload: Payload | None = None
+        self._skipper: Skipper | None = None
+
+    def __enter__(self) -> Tracer:
+        """Capture the body.
+
+        Raises:
+            CaptureError: the body cannot be captured.
+            UnknownNameError: it names a module that the model does not have.
+            TransferError: it uses a variable that cannot travel.
+        """
+        frame = sys._getframe(1)
+        site = locate(frame)
+        self._payload = self._pack(site, read(site, frame))
+        self._frame, self._site = frame, site
+        self._skipper = Skipper(frame, site, self._tracer)
+        self._skipper.arm()
+        return self._tracer
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Run the block, and bind what it saved.
+
+        Raises:
+            whatever the block raised, and the errors of the backend.
+        """
+        assert self._skipper is not None and self._site is not None and self._payload is not None
+        self._skipper.disarm()
+        frame, self._frame = self._frame, None
+        assert frame is not None
+        if kind is not None and not issubclass(kind, SkipBody):
+            return False
+        if error is not None:
+            error.__traceback__ = None
+        reply, result = self._backend.run(self._payload, self._request)
+        self._come_home(reply, result, frame, self._site)
+        return True
+
+    def _pack(self, site: Site, captured: Captured) -> Payload:
+        values = {**captured.globals, **captured.locals}
+        check_names(site.tree, values, frozenset(site.stores), site.block.filename)
+        encoded = encode({"local": captured.locals, "global": captured.globals}, self._model)
+        return Payload(
+            FORMAT,
+            uuid.uuid4().hex,
+            site.block,
+            encoded.data,
+            encoded.tensors,
+            self._seed,
+            tuple(sorted(encoded.uses | _imported_random(site.block.source))),
+        )
+
+    def _come_home(self, reply: Reply, result: object, frame: FrameType, site: Site) -> None:
+        if reply.printed:
+            sys.stdout.write(reply.printed)
+        if reply.learned is not None:
+            self._model.learn(reply.learned)
+        saves = unpack(reply.saves)
+        self._tracer.finish(saves, result)
+        if reply.failure is None:
+            bind(frame, saves, site.global_names)
+        for message, line in reply.warnings:
+            warnings.warn_explicit(message, InvivoWarning, site.block.filename, line or site.block.lineno)
+        if reply.failure is not None:
+            _raise(rebuild(reply.failure), saves)
+
+
+def _imported_random(source: str) -> set[str]:
+    """Random sources that the block itself imports."""
+    return {name for name in ("random", "numpy") if re.search(rf"\b(import|from)\s+{name}\b", source)}
+
+
+def _raise(error: BaseException, saves: dict[str, object]) -> NoReturn:
+    """Raise the block's exception with its own context, not with the exception that skipped the body."""
+    error.saves = saves  # type: ignore[attr-defined]
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        error.__context__ = context
+        del error, context
