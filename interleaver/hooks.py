@@ -1,0 +1,133 @@
+"""The only place that puts hooks on modules.
+
+Hooks live for one step. A module gets one when a block first asks for one of its ports, before or after its forward as
+the port is; all are taken off when the step is over. The modules around it get one too, because torch decides at the
+beginning of a call whether a module has hooks at all: a block that is inside of a layer may ask for that layer's output
+next, and a hook that comes later is called only if there was one before.
+
+A module that hangs in several places of the tree (a rotary embedding that all layers share) has one address per place.
+Which of them is running is told by which of the modules around it is open, so those are watched on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..envoy.address import INPUT, OUTPUT, Port
+from .torch_compat import hook_input, hook_output, unhook
+
+Fire = Callable[[Port, object], object]
+
+
+class StepHooks:
+    """Hooks of one step on the modules of one model.
+
+    Args:
+        model: the model.
+        fire: called with a port and what passes there; returns what to go on with, or None to leave it.
+    """
+
+    def __init__(self, model: torch.nn.Module, fire: Fire) -> None:
+        self._fire = fire
+        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._places: dict[int, list[str]] = {}
+        for address, module in self._modules.items():
+            self._places.setdefault(id(module), []).append(address)
+        shared = [places for places in self._places.values() if len(places) > 1]
+        self._both = {address for places in shared for place in places for address in (place, _parent(place))}
+        self._made: dict[Port, Callable[..., object]] = {}
+        self._on: dict[Port, torch.nn.Module] = {}
+        self._chained: set[str] = set()
+        self._open: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        """Number of hooks that are on modules now."""
+        return len(self._on)
+
+    def module(self, address: str) -> torch.nn.Module:
+        """The module at an address."""
+        return self._modules[address]
+
+    def watch(self, port: Port) -> None:
+        """Have a port of a module fire for the rest of this step."""
+        if port in self._on:
+            return
+        address = port.address
+        self._put(port)
+        if address in self._both:
+            self._put(Port(address, INPUT))
+            self._put(Port(address, OUTPUT))
+        above = _parent(address)
+        while address and above not in self._chained:
+            self._chained.add(above)
+            self._put(Port(above, OUTPUT))
+            if above in self._both:
+                self._put(Port(above, INPUT))
+            address, above = above, _parent(above)
+
+    def watch_all(self) -> None:
+        """Have the ports of every module fire for the rest of this step."""
+        for address in self._modules:
+            self._put(Port(address, INPUT))
+            self._put(Port(address, OUTPUT))
+
+    def clear(self) -> None:
+        """Take all hooks off."""
+        for module in self._on.values():
+            unhook(module, self)
+        self._on.clear()
+        self._chained.clear()
+        self._open.clear()
+
+    def _put(self, port: Port) -> None:
+        if port in self._on:
+            return
+        module = self._on[port] = self._modules[port.address]
+        hook = self._made.get(port)
+        if hook is None:
+            hook = self._made[port] = self._before(port) if port.kind == INPUT else self._after(port)
+        (hook_input if port.kind == INPUT else hook_output)(module, self, hook)
+
+    def _before(self, port: Port) -> Callable[..., object]:
+        """A hook that fires a port with the arguments of its module."""
+        fire = self._fire
+        if port.address not in self._both:
+            return lambda module, args, kwargs: fire(port, (args, kwargs))
+
+        def before(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+            address = self._address(module)
+            if address is None:
+                return None
+            self._open[address] = self._open.get(address, 0) + 1
+            return fire(Port(address, INPUT), (args, kwargs))
+
+        return before
+
+    def _after(self, port: Port) -> Callable[..., object]:
+        """A hook that fires a port with what its module returned."""
+        fire = self._fire
+        if port.address not in self._both:
+            return lambda module, args, output: fire(port, output)
+
+        def after(module: torch.nn.Module, args: tuple[object, ...], output: object) -> object:
+            address = self._address(module)
+            if address is None:
+                return None
+            self._open[address] = self._open.get(address, 1) - 1
+            return fire(Port(address, OUTPUT), output)
+
+        return after
+
+    def _address(self, module: torch.nn.Module) -> str | None:
+        """Where the module hangs; one that hangs in several places is told by which parent is running."""
+        places = self._places[id(module)]
+        if len(places) == 1:
+            return places[0]
+        running = [place for place in places if self._open.get(_parent(place))]
+        return running[-1] if running else None
+
+
+def _parent(address: str) -> str:
+    return address.rpartition(".")[0]

@@ -1,0 +1,310 @@
+"""Where the blocks of all requests meet the one forward of a model.
+
+The engine tells the hub when a step begins, which rows belong to whom, when logits and samples are there, and when
+the step is over; hooks tell it which port fires. The hub gives each block that waits its copy and its turn, and puts
+edits back. An exception of a block ends that block's request and nothing else; an exception of the hub itself ends
+all blocks with `InternalError`, and the forward goes on untouched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from ..envoy.address import LOGITS, SAMPLES, Port
+from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
+from ..envoy.tree import Learned, ModuleTree
+from .hooks import StepHooks
+from .mediator import Mediator, PortWait, StepWait
+from .recorder import Recorder
+from .values import Held, copy_rows, map_tensors, put_rows
+from .windows import Share
+
+ModuleCall = Callable[[torch.nn.Module, "tuple[object, ...]", "dict[str, object]"], object]
+
+
+class _Turn(Protocol):
+    def __call__(self) -> None: ...
+
+
+class Hub:
+    """The blocks that run on one model.
+
+    Args:
+        model: the model whose modules can be reached.
+        call: how to call a module on a block's own values, where that is not ``module(*args, **kwargs)``.
+
+    Attributes:
+        tree: the model's modules, with the order once learned.
+        mediators: the blocks by request.
+        ended: requests whose block ended them (by an exception or `stop`) and that the engine has yet to end.
+    """
+
+    def __init__(self, model: torch.nn.Module, call: ModuleCall | None = None) -> None:
+        self.tree = ModuleTree.of(model)
+        self.mediators: dict[str, Mediator] = {}
+        self.ended: set[str] = set()
+        self._hooks = StepHooks(model, self.fire)
+        self._call_module = call or (lambda module, args, kwargs: module(*args, **kwargs))
+        self._vocabulary: int | None = None
+        self._waiting: dict[Port, list[Mediator]] = {}
+        self._shares: Mapping[str, Share] = {}
+        self._steps: dict[str, int] = {}
+        self._requests: dict[Mediator, str] = {}
+        self._recorder: Recorder | None = None
+        self._learned: Learned | None = None
+        self._now: Port | None = None
+        self._place = -1
+        self._sampling = False
+        self._over = True
+        self._inside = False
+
+    # --- requests
+
+    def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
+        """Take in a block; its first turn comes with the first step of its request.
+
+        Args:
+            request: id of the request.
+            mediator: the block.
+            vocabulary: size of the model's vocabulary, the bound of the token ids that it may write.
+        """
+        self._vocabulary = vocabulary
+        self.mediators[request] = mediator
+        self._requests[mediator] = request
+        mediator.passed = self._passed
+        mediator.caller = self._call
+        if mediator.done:
+            self.ended.add(request)
+
+    def remove(self, request: str) -> Mediator | None:
+        """Forget a request; its block ends if it still runs."""
+        mediator = self.mediators.pop(request, None)
+        self._steps.pop(request, None)
+        self.ended.discard(request)
+        if mediator is not None:
+            del self._requests[mediator]
+            if not mediator.done:
+                mediator.drop(InternalError("the request was dropped before its block had ended."))
+        return mediator
+
+    def end(self, request: str, result: object) -> None:
+        """The request has ended with `result`: run its block to the end."""
+        mediator = self.mediators[request]
+        self._guarded(lambda: mediator.end(result))
+        if not mediator.done:
+            mediator.drop(InternalError("the block did not end with its request."))
+
+    @property
+    def learned(self) -> Learned | None:
+        """Order and shapes of the ports, once a step was recorded."""
+        return self._learned
+
+    def check_integrity(self) -> None:
+        """Assert that nothing is left behind when no request is running.
+
+        Raises:
+            InternalError: it names what is left.
+        """
+        left = {
+            "hooks": len(self._hooks),
+            "blocks": len(self.mediators),
+            "waiting ports": len(self._waiting),
+            "requests to end": len(self.ended),
+            "steps": len(self._steps),
+            "requests": len(self._requests),
+        }
+        if any(left.values()):
+            raise InternalError(f"left behind by an idle model: { ({k: v for k, v in left.items() if v}) }.")
+
+    # --- one step
+
+    def begin(self, shares: Mapping[str, Share]) -> None:
+        """A step of the model begins; blocks that start now or waited for it get their turn."""
+        self._shares, self._place, self._now, self._sampling, self._over = shares, -1, None, False, False
+        present = [(request, share) for request, share in shares.items() if request in self.mediators]
+        if present and self._learned is None:
+            self._recorder = Recorder()
+            self._hooks.watch_all()
+        for request, share in present:
+            self._guarded(lambda request=request, share=share: self._begin(request, share))  # type: ignore[misc]
+
+    def forward_done(self) -> None:
+        """The forward is over: from here on each request has one row, for logits and samples."""
+        self._sampling = True
+
+    def fire(self, port: Port, value: object) -> object:
+        """A port fires: give it to the blocks that wait for it.
+
+        Returns:
+            What the model should go on with, or None if nobody changed it.
+        """
+        if self._inside or self._over:
+            return None
+        if self._recorder is not None and port.kind not in (LOGITS, SAMPLES):
+            self._recorder.note(port, value, self._rows())
+        waiting = self._waiting.pop(port, None)
+        if waiting is None:
+            return None
+        self._arrive(port)
+        replaced: object = None
+        for mediator in waiting:
+            base = value if replaced is None else replaced
+            try:
+                changed = self._serve(mediator, port, base)
+            except Exception as error:
+                self.give_up(error)
+                break
+            replaced = changed if changed is not None else replaced
+        return replaced
+
+    def finish_step(self) -> None:
+        """The step is over: blocks that still wait for one of its ports get an error, and all hooks come off."""
+        self._over = True
+        while self._waiting:
+            port, waiting = self._waiting.popitem()
+            for mediator in waiting:
+                self._guarded(lambda mediator=mediator, port=port: self._missed(mediator, port))  # type: ignore[misc]
+        self._hooks.clear()
+        if self._recorder is not None:
+            self._learned, self._recorder = self._recorder.learned(), None
+            self.tree.learn(self._learned)
+
+    def abandon_step(self) -> None:
+        """The engine failed in this step: forget the step without running blocks."""
+        self._over = True
+        self._waiting.clear()
+        self._hooks.clear()
+        self._recorder = None
+
+    def give_up(self, error: Exception) -> None:
+        """End every block with an `InternalError` that stands for `error`."""
+        problem = error if isinstance(error, InternalError) else InternalError(f"{type(error).__name__}: {error}")
+        problem.__cause__ = error if problem is not error else None
+        for request, mediator in self.mediators.items():
+            if not mediator.done:
+                mediator.drop(problem)
+                self.ended.add(request)
+        self._waiting.clear()
+
+    # --- inside
+
+    def _begin(self, request: str, share: Share) -> None:
+        mediator = self.mediators[request]
+        expected = self._steps.get(request, -1) + 1
+        if share.step != expected:
+            reason = share.reason or f"the engine computed step {share.step} again, where step {expected} was due"
+            error = UnsupportedError(
+                f"this trace had to end: {reason}. A block sees each step once and whole, and its edits would be "
+                "missing from what is computed again."
+            )
+            self._end_with(mediator, request, error)
+            return
+        self._steps[request] = expected
+        if mediator.done:
+            return
+        if mediator.wait is None:
+            self._turn(mediator, mediator.start)
+        elif isinstance(mediator.wait, StepWait) and mediator.wait.step == expected:
+            self._turn(mediator, lambda: mediator.at_step(expected))
+
+    def _end_with(self, mediator: Mediator, request: str, error: Exception) -> None:
+        if not mediator.done and mediator.wait is not None:
+            self._turn(mediator, lambda: mediator.fail(error))
+        if not mediator.done or mediator.failure is None:
+            mediator.drop(error)
+        self.ended.add(request)
+
+    def _serve(self, mediator: Mediator, port: Port, value: object) -> object:
+        """One block's turn at a port; returns the replacement that it asks for, if any."""
+        share = self._shares[self._requests[mediator]]
+        window = share.last if self._sampling else share.rows
+        try:
+            copy = copy_rows(value, window, port)
+        except UnsupportedError as error:
+            problem = error
+            self._turn(mediator, lambda: mediator.fail(problem))
+            return None
+        held = Held(copy, self._vocabulary if port.kind == SAMPLES else None)
+        mediator.at_port(port, held)
+        self._went_on(mediator)
+        if mediator.failure is not None:
+            return None
+        changes = held.changes()
+        return None if changes is None else put_rows(value, changes, window, port)
+
+    def _missed(self, mediator: Mediator, port: Port) -> None:
+        known = self.tree.places(port) or port.kind in (LOGITS, SAMPLES)
+        why = "" if known else " The engine does not call this module as a module (or not in this mode)."
+        error = PortNotReachedError(
+            f"{port} did not come in step {mediator.step}: the module was not called.{why} "
+            "Look at the model's tree for modules with output shapes; those were called."
+        )
+        self._turn(mediator, lambda: mediator.fail(error))
+
+    def _turn(self, mediator: Mediator, turn: _Turn) -> None:
+        """A block's turn, and what it waits for then."""
+        turn()
+        self._went_on(mediator)
+
+    def _went_on(self, mediator: Mediator) -> None:
+        """See what a block waits for now."""
+        if isinstance(mediator.wait, PortWait):
+            port = mediator.wait.port
+            self._waiting.setdefault(port, []).append(mediator)
+            if port.kind not in (LOGITS, SAMPLES):
+                self._hooks.watch(port)
+        elif mediator.done and (mediator.failure is not None or mediator.stopped):
+            self.ended.add(self._requests[mediator])
+
+    def _call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run a module for a block, on copies, with no port firing."""
+        inside, self._inside = self._inside, True
+        try:
+            copies = map_tensors((args, kwargs), torch.Tensor.clone)
+            return self._call_module(self._hooks.module(address), *copies)  # type: ignore[misc]
+        finally:
+            self._inside = inside
+
+    def _guarded(self, action: Callable[[], object]) -> object:
+        """Run an action of the hub; its own errors end every block but never the engine."""
+        try:
+            return action()
+        except Exception as error:
+            self.give_up(error)
+            return None
+
+    # --- order
+
+    def _rows(self) -> int | None:
+        window = next(iter(self._shares.values())).rows
+        return window.total if window is not None else None
+
+    def _arrive(self, port: Port) -> None:
+        self._now = port
+        if port.kind not in (LOGITS, SAMPLES):
+            self._place = next((place for place in self._order_places(port) if place > self._place), self._place)
+
+    def _order_places(self, port: Port) -> tuple[int, ...]:
+        if self._recorder is not None:
+            return tuple(place for place, other in enumerate(self._recorder.order) if other == port)
+        return self.tree.places(port)
+
+    def _passed(self, port: Port) -> str | None:
+        """Why the port cannot come any more in this step, or None if it may."""
+        if self._over:
+            return f"{port} has passed: the step is over. Ask for it in the next step, in a loop over `tracer.iter`."
+        late = self._now is not None and self._now.kind in (LOGITS, SAMPLES)
+        if port.kind in (LOGITS, SAMPLES):
+            passed = self._now is not None and self._now.kind == SAMPLES and port.kind == LOGITS
+            return None if not passed else f"{port} has passed: the model is at {self._now}, which comes after it."
+        places = self._order_places(port)
+        if not places or (places[-1] > self._place and not late):
+            return None
+        return (
+            f"{port} has passed: the model is at {self._now} "
+            f"({'after all modules' if late else f'place {self._place} in execution order'}), and {port} is at place "
+            f"{places[-1]}. Read ports in execution order, each once; keep what you read in a variable."
+        )

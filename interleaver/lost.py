@@ -1,0 +1,93 @@
+"""Changes to the caller's objects that will not come home.
+
+A block works on copies of what it captured. Appending to a list of the caller, or setting an attribute of an object,
+without saving it is nearly always a mistake; a `Snapshot` notices.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from types import FunctionType, ModuleType
+
+import torch
+
+from ..envoy.envoy import Envoy
+from ..tracer.block import TracerHandle
+from .mediator import Saved
+from .torch_compat import version_of
+
+_LIMIT = 10_000
+_DEPTH = 4
+
+
+class Snapshot:
+    """The contents of captured variables before the block ran."""
+
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = {name: value for name, value in values.items() if _mutable(value)}
+        self._before = {name: _contents(value) for name, value in self._values.items()}
+
+    def lost(self, saved: Iterable[Saved]) -> list[str]:
+        """A message for each variable that was changed and is not in what was saved."""
+        kept = {id(item) for entry in saved for item in _reachable(entry.value)}
+        return [
+            f"`{name}` was changed in the block, but the change stays there: the block works on a copy. "
+            f"Write `{name}.save()` in the block to get it back."
+            for name, value in self._values.items()
+            if id(value) not in kept and not _same(self._before[name], _contents(value))
+        ]
+
+
+def reachable_ids(value: object) -> set[int]:
+    """Identities of a value and of everything inside its containers."""
+    return {id(item) for item in _reachable(value)}
+
+
+def _mutable(value: object) -> bool:
+    if isinstance(value, type | FunctionType | ModuleType | Envoy | TracerHandle):
+        return False
+    return isinstance(value, list | dict | set | deque | bytearray | torch.Tensor) or hasattr(value, "__dict__")
+
+
+def _parts(value: object) -> list[object] | None:
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(value)
+    if isinstance(value, dict):
+        return [item for pair in value.items() for item in pair]
+    if _mutable(value) and not isinstance(value, torch.Tensor | torch.nn.Module | bytearray):
+        return [item for pair in vars(value).items() for item in pair]
+    return None
+
+
+def _reachable(value: object) -> list[object]:
+    found: list[object] = []
+    seen: set[int] = set()
+    todo = [value]
+    while todo and len(found) < _LIMIT:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        found.append(item)
+        todo.extend(_parts(item) or ())
+    return found
+
+
+def _contents(value: object, depth: int = _DEPTH) -> list[object]:
+    """The value's parts, flattened to a bounded depth; tensors with their version."""
+    if isinstance(value, torch.Tensor):
+        return [value, -1 if value.is_inference() else version_of(value)]
+    if isinstance(value, bytearray):
+        return [bytes(value)]
+    parts = _parts(value)
+    if parts is None or depth == 0:
+        return [value]
+    return [value, len(parts), *(item for part in parts[:_LIMIT] for item in _contents(part, depth - 1))]
+
+
+def _same(before: list[object], after: list[object]) -> bool:
+    return len(before) == len(after) and all(
+        one is other or (isinstance(one, int | bytes) and type(one) is type(other) and one == other)
+        for one, other in zip(before, after, strict=True)
+    )

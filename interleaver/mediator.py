@@ -1,0 +1,254 @@
+"""One block running for one request.
+
+A mediator is a greenlet on the thread that runs the model. It runs until it asks for a port, a step or the end of the
+request, hands over saying which (`Wait`), and goes on when the hub gives it what it waits for. Everything here runs on
+that thread; nothing blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+import greenlet
+
+from ..envoy import active
+from ..envoy.address import Port
+from ..envoy.errors import InternalError, PortError, PortPassedError, StepError
+from ..envoy.tree import ModuleTree
+from ..tracer.tracer import Tracer
+from .modes import Turns
+from .values import Held
+from .views import Part, view, with_part
+
+
+class PortWait:
+    """Waiting for a port of the current step."""
+
+    __slots__ = ("port",)
+
+    def __init__(self, port: Port) -> None:
+        self.port = port
+
+
+class StepWait:
+    """Waiting for a step to begin."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+
+class EndWait:
+    """Waiting for the request to end."""
+
+
+Wait: TypeAlias = "PortWait | StepWait | EndWait"
+
+
+class StopBlock(BaseException):
+    """Unwinds a block that called `tracer.stop()`."""
+
+
+class Saved:
+    """A value that the block saved, where, and under which names the statement puts it."""
+
+    def __init__(self, value: object, names: tuple[str, ...], line: int) -> None:
+        self.value = value
+        self.names = names
+        self.line = line
+
+
+class Mediator(active.Session):
+    """A block and its place in the run of the model.
+
+    Attributes:
+        tracer: the object that the block knows as its tracer.
+        wait: what it waits for; None before its first turn and after its last.
+        step: the generation step it is in.
+        port: the port it is at, as long as that one can be read and written.
+        failure: the exception that ended it.
+        failed_at: the port that it was at then.
+        stopped: it called `stop`.
+        scope: variables of the block at its end.
+        saved: what it saved, in order.
+        warnings: message and line of each warning.
+    """
+
+    def __init__(self, tree: ModuleTree, turns: Turns, body: Callable[[Mediator], dict[str, object]]) -> None:
+        self.tree = tree
+        self.tracer = Tracer()
+        self.wait: Wait | None = None
+        self.step = 0
+        self.port: Port | None = None
+        self.failure: BaseException | None = None
+        self.failed_at: Port | None = None
+        self.stopped = False
+        self.scope: dict[str, object] = {}
+        self.saved: list[Saved] = []
+        self.warnings: list[tuple[str, int]] = []
+        self.line: Callable[[], int] = lambda: 0
+        self.passed: Callable[[Port], str | None] = lambda port: None
+        self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
+        self._turns = turns
+        self._body = body
+        self._held: Held | None = None
+        self._ended = False
+        self._result: object = None
+        self._thread = threading.get_ident()
+        self._greenlet: greenlet.greenlet | None = greenlet.greenlet(self._run)
+
+    # --- the engine's side
+
+    @property
+    def done(self) -> bool:
+        """The block has ended, in whatever way."""
+        return self._greenlet is None
+
+    def start(self) -> None:
+        """Its first turn."""
+        self._turn(None)
+
+    def at_port(self, port: Port, held: Held) -> None:
+        """Its turn at the port that it waited for; `held` has its copy, and afterwards its edits."""
+        self.port, self._held = port, held
+        try:
+            self._turn(held.value)
+        finally:
+            self.port = self._held = None
+
+    def at_step(self, step: int) -> None:
+        """Its turn at the beginning of the step that it waited for."""
+        self.step = step
+        self._turn(True)
+
+    def end(self, result: object) -> None:
+        """The request has ended: let the block run to its end."""
+        self._ended, self._result = True, result
+        if self.done:
+            return
+        if self.wait is None:
+            self.drop(StepError("the request ended before the block could begin."))
+        elif isinstance(self.wait, PortWait):
+            self.fail(InternalError(f"{self.wait.port} was still waited for when the request had ended."))
+        else:
+            self._turn(result if isinstance(self.wait, EndWait) else False)
+
+    def fail(self, error: Exception) -> None:
+        """Raise `error` in the block, at the line where it waits."""
+        self._turn(error)
+
+    def drop(self, error: BaseException) -> None:
+        """End the block from outside, without another turn of the user's code."""
+        self.failure = self.failure or error
+        if self._greenlet is not None and self._greenlet:
+            self._turns.begin()
+            try:
+                self._greenlet.throw(greenlet.GreenletExit)
+            finally:
+                self._turns.end()
+        self._greenlet = None
+        self.wait = None
+
+    def forget(self) -> None:
+        """Let go of everything that the block held, once it was sent home."""
+        if self.failure is not None:
+            self.failure.__traceback__ = None
+        self.failure = None
+        self.scope = {}
+        self.saved = []
+
+    def _turn(self, value: object) -> None:
+        if threading.get_ident() != self._thread:
+            raise InternalError("a block was resumed on another thread than it was started on.")
+        assert self._greenlet is not None, "a block that has ended has no turns"
+        self.wait = None
+        self._turns.begin()
+        try:
+            waiting = self._greenlet.switch(value)
+        finally:
+            self._turns.end()
+        if isinstance(waiting, PortWait | StepWait | EndWait):
+            self.wait = waiting
+        else:
+            self._greenlet = None
+
+    def _run(self, _first: object) -> None:
+        active.enter(self)
+        try:
+            self.scope = self._body(self)
+            if self._held is not None:
+                self._held.settle()
+        except StopBlock:
+            self.stopped = True
+        except greenlet.GreenletExit:
+            raise
+        except BaseException as error:
+            self.failure, self.failed_at = error, self.port
+
+    # --- the block's side
+
+    def read(self, port: Port, part: Part) -> object:
+        self._go(port)
+        assert self._held is not None
+        return view(self._held.value, part)
+
+    def write(self, port: Port, part: Part, value: object) -> None:
+        self._go(port)
+        assert self._held is not None
+        self._held.assign(with_part(self._held.value, part, value), str(port))
+
+    def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        assert self.caller is not None, "the hub sets it"
+        return self.caller(address, args, kwargs)
+
+    def advance(self, step: int) -> bool:
+        if self._ended:
+            return False
+        if step == self.step:
+            return True
+        if step < self.step:
+            raise StepError(f"step {step} has passed: the request is in step {self.step}, and steps do not come again.")
+        return bool(self._switch(StepWait(step)))
+
+    def result(self) -> object:
+        return self._result if self._ended else self._switch(EndWait())
+
+    def stop(self) -> None:
+        if self._ended:
+            raise StepError("`tracer.stop()` came after the request had ended.")
+        raise StopBlock
+
+    def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
+        self.saved.append(Saved(value, names, self.line()))
+        return value
+
+    def warn(self, message: str) -> None:
+        self.warnings.append((message, self.line()))
+
+    def _go(self, port: Port) -> None:
+        """Be at `port`: at once if it is the current one, else by waiting for it."""
+        if port == self.port:
+            return
+        if self._ended:
+            raise StepError(
+                f"{port} was asked for after the request had ended (in step {self.step}). Read ports before the end, "
+                "inside the loop over `tracer.iter`."
+            )
+        passed = self.passed(port)
+        if passed is not None:
+            raise PortPassedError(passed)
+        self._switch(PortWait(port))
+
+    def _switch(self, wait: Wait) -> object:
+        self._turns.check()
+        if self._held is not None:
+            self._held.settle()
+        current = greenlet.getcurrent()
+        if current is not self._greenlet:
+            raise PortError(f"a port was asked for outside the block's own flow of control (in {current!r}).")
+        assert current.parent is not None
+        given = current.parent.switch(wait)
+        if isinstance(given, Exception):
+            raise given
+        return given

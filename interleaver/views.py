@@ -1,0 +1,57 @@
+"""The parts of a port that a block sees: `.input` inside of `.inputs`, one row of samples, and so on."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, cast
+
+import torch
+
+from ..envoy.errors import WriteError
+
+Part: TypeAlias = str
+Inputs: TypeAlias = "tuple[tuple[object, ...], dict[str, object]]"
+
+
+def view(value: object, part: Part) -> object:
+    """What reading `part` gives: the port's value, or a piece of it."""
+    if part != "input":
+        return value
+    args, kwargs = cast(Inputs, value)
+    place = _main_argument(args, kwargs)
+    if place is None:
+        raise WriteError("the module is called without arguments, so it has no `.input`.")
+    return args[place] if isinstance(place, int) else kwargs[place]
+
+
+def with_part(value: object, part: Part, given: object) -> object:
+    """The port's value with `part` replaced by `given`."""
+    if part == "samples":
+        return _as_samples(cast(torch.Tensor, value), given)
+    if part != "input":
+        return given
+    args, kwargs = cast(Inputs, value)
+    place = _main_argument(args, kwargs)
+    if isinstance(place, int):
+        return (*args[:place], given, *args[place + 1 :]), kwargs
+    if place is None:
+        raise WriteError("the module is called without arguments, so it has no `.input`.")
+    return args, {**kwargs, place: given}
+
+
+def _main_argument(args: tuple[object, ...], kwargs: dict[str, object]) -> int | str | None:
+    """Place of the first floating-point tensor, else of the first argument."""
+    places: list[int | str] = [*range(len(args)), *kwargs]
+    for place in places:
+        argument = args[place] if isinstance(place, int) else kwargs[place]
+        if isinstance(argument, torch.Tensor) and argument.is_floating_point():
+            return place
+    return places[0] if places else None
+
+
+def _as_samples(current: torch.Tensor, given: object) -> object:
+    """An int, or an integer tensor of one element, as a sampled token id."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        return torch.full_like(current, given)
+    if isinstance(given, torch.Tensor) and given.numel() == 1 and not given.is_floating_point():
+        return given.to(current.device, current.dtype).reshape(current.shape)
+    return given

@@ -1,0 +1,80 @@
+"""Which rows of a flat batch belong to whom. No torch here: numbers in, numbers out.
+
+vLLM runs all scheduled tokens as one batch ``[total_tokens, ...]``; each request has a run of consecutive rows. After
+the forward, one row per request is left for logits and sampling, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Window(NamedTuple):
+    """Rows ``start`` to ``start + length`` of tensors whose row dimension has ``total`` rows."""
+
+    start: int
+    length: int
+    total: int
+
+
+class Share(NamedTuple):
+    """One request's part of an engine step.
+
+    Attributes:
+        rows: its rows in the forward; None if the forward is all its own.
+        last: its row among the logits and samples; None if they are all its own.
+        step: its generation step, or None if these rows are not exactly one step.
+        reason: why `step` is None.
+    """
+
+    rows: Window | None
+    last: Window | None
+    step: int | None
+    reason: str = ""
+
+
+def shares(
+    request_ids: Sequence[str],
+    starts: Sequence[int],
+    computed: Sequence[int],
+    prompt_lengths: Sequence[int],
+    padded: int,
+) -> dict[str, Share]:
+    """Split an engine step.
+
+    Args:
+        request_ids: requests in the order of the batch.
+        starts: first row of each request, and the total at the end (``query_start_loc``).
+        computed: tokens of each request that earlier forwards have computed.
+        prompt_lengths: prompt tokens of each request.
+        padded: rows of the tensors, with padding after the last request.
+    """
+    result = {}
+    for index, request_id in enumerate(request_ids):
+        start = int(starts[index])
+        count = int(starts[index + 1]) - start
+        step, reason = step_of(int(computed[index]), count, int(prompt_lengths[index]))
+        result[request_id] = Share(Window(start, count, padded), Window(index, 1, len(request_ids)), step, reason)
+    return result
+
+
+def step_of(computed: int, count: int, prompt_length: int) -> tuple[int | None, str]:
+    """The generation step that `count` rows after `computed` tokens are, or None and why they are none.
+
+    Row j is absolute position ``computed + j``; step 0 is the whole prompt, step k the single row at position
+    ``prompt_length + k - 1``.
+    """
+    if computed == 0 and count == prompt_length:
+        return 0, ""
+    if computed >= prompt_length and count == 1:
+        return computed - prompt_length + 1, ""
+    if computed < prompt_length and computed + count <= prompt_length:
+        return None, (
+            f"its prompt of {prompt_length} tokens was split: this engine step has positions {computed} to "
+            f"{computed + count - 1}"
+        )
+    return None, (
+        f"{count} tokens from position {computed} on were computed in one go (prompt of {prompt_length} tokens), as "
+        "after a preemption"
+    )
