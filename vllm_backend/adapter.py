@@ -1,0 +1,30 @@
+"""What a model runner must tell, whatever its version: the seam between vLLM and the blocks.
+
+`runner_v1` has the answers of Runner V1, and a mixin that tells `serving` when a step begins, has logits, and is over;
+a V2 runner needs the same two things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..interleaver.windows import Share
+
+
+class RunnerAdapter(Protocol):
+    """One runner's answers."""
+
+    def new_requests(self, scheduled: Any) -> Sequence[tuple[str, bytes]]:
+        """Traced requests that enter with this engine step: id and encoded payload."""
+        ...
+
+    def shares(self, padded: int) -> Mapping[str, Share]:
+        """Rows and step of every request of this engine step, once the runner has prepared its inputs."""
+        ...
+
+    def model(self) -> torch.nn.Module:
+        """The loaded model."""
+        ...

@@ -1,0 +1,47 @@
+"""Engine arguments: the user's, checked, together with invivo's own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ..envoy.address import suggestion
+from ..envoy.errors import MisuseError, UnsupportedError
+from .compat import EngineArgs
+from .settings import KEY, SCHEDULER, settings
+
+_WRONG_UNDER = {
+    "speculative_config": "with speculative decoding one forward holds several steps, some of them on tokens that are "
+    "rejected later, so a block would see rows that are not its own steps",
+    "enable_dbo": "dual-batch overlap runs the halves of a batch at the same time",
+    "decode_context_parallel_size": "context parallelism spreads the rows of one request over ranks",
+    "prefill_context_parallel_size": "context parallelism spreads the rows of one request over ranks",
+}
+
+_ONE_WORKER = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a trace-ready engine.
+
+    Raises:
+        MisuseError: an unknown argument.
+        UnsupportedError: one that cannot go together with traces; the message says why.
+    """
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name, value in given.items():
+        if name not in known:
+            raise MisuseError(f"unknown engine argument `{name}`.{suggestion(name, known)}")
+        if name in _WRONG_UNDER and value not in (None, False, 1):
+            raise UnsupportedError(f"`{name}` cannot be used with traces: {_WRONG_UNDER[name]}.")
+        if name in _ONE_WORKER and value != 1:
+            raise UnsupportedError(f"`{name}={value}`: this version of invivo traces engines with one worker only.")
+    if given.get("enforce_eager") is False:
+        raise UnsupportedError(
+            "`enforce_eager=False`: modules of a compiled model cannot be met, and this version of invivo runs the "
+            "engine eagerly. Leave the argument out."
+        )
+    if given.get("scheduler_cls") is not None:
+        raise UnsupportedError("`scheduler_cls`: invivo needs its own scheduler, to end requests from a block.")
+    additional = {**(given.get("additional_config") or {}), KEY: settings()}
+    return {**given, "enforce_eager": True, "scheduler_cls": SCHEDULER, "additional_config": additional}

@@ -1,0 +1,43 @@
+"""Every name of vLLM that is not part of its documented interface, in one place.
+
+Import it only after `version.check_version` has passed. Sources are given as files of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+__all__ = [
+    "EngineArgs",
+    "EngineDeadError",
+    "ModelRunnerOutput",
+    "ParallelLMHead",
+    "Request",
+    "RequestStatus",
+    "SamplerOutput",
+    "Scheduler",
+    "SchedulerOutput",
+    "VllmConfig",
+    "WorkerWrapperBase",
+    "destroy_distributed_environment",
+    "destroy_model_parallel",
+    "init_distributed_environment",
+    "initialize_model",
+    "initialize_model_parallel",
+    "set_current_vllm_config",
+]

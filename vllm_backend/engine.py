@@ -1,0 +1,139 @@
+"""One vLLM engine: started when first needed, closed for good."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+from rich.console import Console
+from vllm import LLM, RequestOutput, SamplingParams
+
+from ..envoy.errors import EngineClosedError, EngineDiedError
+from .compat import EngineDeadError
+
+_SHUTDOWN_SECONDS = 60.0
+"""How long an engine's processes have to end before they are killed; a killed one leaves shared memory behind."""
+
+
+class Engine:
+    """A `vllm.LLM` that starts at its first use.
+
+    Args:
+        model: name or path of the model.
+        arguments: engine arguments.
+
+    The process's exit closes it. Calls are serialized: vLLM's offline engine is not made for several threads.
+    """
+
+    def __init__(self, model: str, arguments: dict[str, Any]) -> None:
+        self._model = model
+        self._arguments = arguments
+        self._llm: LLM | None = None
+        self._closed = False
+        self._lock = threading.RLock()
+        reference: weakref.ref[Engine] = weakref.ref(self)
+        atexit.register(_close_at_exit, reference)
+
+    @property
+    def running(self) -> bool:
+        """Whether the engine is up."""
+        return self._llm is not None
+
+    def check_open(self) -> None:
+        """Raise `EngineClosedError` if the engine was closed."""
+        if self._closed:
+            raise EngineClosedError(
+                f"the engine of {self._model} was closed. Make a new `VLLM(...)` to start another one."
+            )
+
+    def start(self) -> LLM:
+        """The running engine, started if need be (with a line on stderr, since it takes its time).
+
+        Raises:
+            EngineClosedError: it was closed.
+        """
+        with self._lock:
+            self.check_open()
+            if self._llm is None:
+                console = Console(stderr=True)
+                began = monotonic()
+                with console.status(f"invivo: starting a vLLM engine for {self._model} ..."), main_not_imported():
+                    self._llm = LLM(self._model, **self._arguments)
+                console.print(
+                    f"invivo: engine for {self._model} ready after {monotonic() - began:.0f} s", highlight=False
+                )
+            return self._llm
+
+    def generate(self, prompt: Any, params: SamplingParams) -> RequestOutput:
+        """Run one request to its end; it is aborted if the wait for it is interrupted.
+
+        Raises:
+            EngineDiedError: the engine's process is gone.
+        """
+        with self._lock, _alive():
+            llm = self.start()
+            ids = llm.enqueue([prompt], [params], use_tqdm=False)
+            try:
+                outputs = llm.wait_for_completion(RequestOutput, use_tqdm=False)
+            except EngineDeadError:
+                raise
+            except BaseException:
+                llm.llm_engine.abort_request(ids, internal=True)
+                raise
+            return outputs[-1]
+
+    def call(self, method: str, *args: object) -> Any:
+        """Call a method of the (one) worker.
+
+        Raises:
+            EngineDiedError: the engine's process is gone.
+        """
+        with self._lock, _alive():
+            return self.start().collective_rpc(method, args=args)[0]
+
+    def close(self) -> None:
+        """Shut the engine down; no process stays behind."""
+        with self._lock:
+            self._closed = True
+            llm, self._llm = self._llm, None
+            if llm is not None:
+                llm.llm_engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
+
+
+@contextmanager
+def main_not_imported() -> Iterator[None]:
+    """Start processes without having them import the caller's main script again.
+
+    `multiprocessing` re-imports ``__main__`` in spawned processes by its file or spec. vLLM's processes need nothing
+    of it, and a plain script with a trace at its top level would start engines without end.
+    """
+    main = sys.modules["__main__"]
+    kept = {name: main.__dict__.pop(name) for name in ("__file__",) if name in main.__dict__}
+    spec, main.__spec__ = main.__spec__, None
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+        main.__dict__.update(kept)
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    try:
+        yield
+    except EngineDeadError as error:
+        raise EngineDiedError(
+            "the engine's process has died; its own log says why. Make a new `VLLM(...)` to start another one."
+        ) from error
+
+
+def _close_at_exit(reference: weakref.ref[Engine]) -> None:
+    engine = reference()
+    if engine is not None:
+        engine.close()

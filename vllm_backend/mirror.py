@@ -1,0 +1,43 @@
+"""The module tree of a model, without its weights and without an engine.
+
+vLLM's own model classes are built on the meta device in this process, for one rank, so names and whole shapes are
+those that a worker has. Nothing of it stays: neither the model nor the process groups that vLLM's layers ask for.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from ..envoy.tree import ModuleTree
+from .compat import (
+    VllmConfig,
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    init_distributed_environment,
+    initialize_model,
+    initialize_model_parallel,
+    set_current_vllm_config,
+)
+
+
+def mirror(config: VllmConfig) -> ModuleTree:
+    """Build the tree of the model that `config` describes.
+
+    Takes about a second, mostly for the Python objects of the modules.
+    """
+    dtype = torch.get_default_dtype()
+    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
+        init_distributed_environment(1, 0, f"file://{Path(folder) / 'rendezvous'}", 0, "gloo")
+        try:
+            initialize_model_parallel(1, 1)
+            torch.set_default_dtype(config.model_config.dtype)
+            with torch.device("meta"):
+                model = initialize_model(config)
+            return ModuleTree.of(model)
+        finally:
+            torch.set_default_dtype(dtype)
+            destroy_model_parallel()
+            destroy_distributed_environment()

@@ -1,0 +1,106 @@
+"""Model Runner V1 (`vllm/v1/worker/gpu_model_runner.py`; the CPU's and the GPU's): where it is met.
+
+`execute_model` updates the batch and calls `_model_forward` once the rows of the step are known; `sample_tokens`, a
+second call, samples from the logits. Warm-up and profiling runs do not come through `execute_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..interleaver.windows import Share, shares
+from .settings import ENDED, KEY
+
+if TYPE_CHECKING:
+    from .compat import ModelRunnerOutput, SamplerOutput, SchedulerOutput
+    from .serving import Serving
+
+    class _Runner:
+        """The parts of `GPUModelRunner` that the mixin relies on."""
+
+        def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any: ...
+        def sample_tokens(self, grammar_output: Any) -> Any: ...
+        def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any: ...
+        def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput: ...
+else:
+    _Runner = object
+
+
+class RunnerV1(_Runner):
+    """Mixin in front of the runner's own class: tells `serving` what the runner does."""
+
+    serving: Serving
+    _stepping = False
+
+    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
+        """One engine step, up to the logits."""
+        self.serving.admit(scheduler_output)
+        if not self.serving.active:
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        self._stepping = True
+        try:
+            return super().execute_model(scheduler_output, *args, **kwargs)
+        except BaseException:
+            self.serving.abandon_step()
+            raise
+        finally:
+            self._stepping = False
+
+    def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not self._stepping:
+            return super()._model_forward(input_ids, *args, **kwargs)
+        rows = input_ids if input_ids is not None else kwargs["inputs_embeds"]
+        self.serving.begin(rows.shape[0])
+        output = super()._model_forward(input_ids, *args, **kwargs)
+        self.serving.forward_done()
+        return output
+
+    def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        if not self.serving.active or logits is None:
+            return super()._sample(logits, spec_decode_metadata)
+        output = super()._sample(self.serving.logits(logits), spec_decode_metadata)
+        output.sampled_token_ids = self.serving.samples(output.sampled_token_ids)
+        self.serving.finish_step()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
+        """Sample the tokens of the engine step; the output says which requests their blocks have ended."""
+        output: ModelRunnerOutput = super().sample_tokens(grammar_output)
+        if self.serving.ended:
+            setattr(output, ENDED, self.serving.ended)
+        return output
+
+
+class AdapterV1:
+    """Runner V1's answers; implements `adapter.RunnerAdapter`."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def model(self) -> torch.nn.Module:
+        """See `RunnerAdapter`."""
+        model: torch.nn.Module = self._runner.get_model()
+        return model
+
+    def new_requests(self, scheduled: SchedulerOutput) -> Sequence[tuple[str, bytes]]:
+        """See `RunnerAdapter`."""
+        return [
+            (new.req_id, extra[KEY])
+            for new in scheduled.scheduled_new_reqs
+            if new.sampling_params is not None and KEY in (extra := new.sampling_params.extra_args or {})
+        ]
+
+    def shares(self, padded: int) -> Mapping[str, Share]:
+        """See `RunnerAdapter`; the order is that of the batch, not that of the scheduler's output."""
+        batch = self._runner.input_batch
+        count = batch.num_reqs
+        return shares(
+            batch.req_ids[:count],
+            self._runner.query_start_loc.np[: count + 1],
+            batch.num_computed_tokens_cpu[:count],
+            batch.num_prompt_tokens[:count],
+            padded,
+        )

@@ -1,0 +1,51 @@
+"""Sampling arguments of a trace, as vLLM's `SamplingParams`."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+from vllm import SamplingParams
+
+from ..envoy.address import suggestion
+from ..envoy.errors import SamplingError, UnsupportedError
+from .settings import KEY
+
+
+def sampling_params(given: dict[str, Any]) -> SamplingParams:
+    """Build sampling parameters; the caller's own objects are never changed.
+
+    Args:
+        given: keywords of `SamplingParams`, or ``sampling_params`` with an object to start from.
+
+    Raises:
+        SamplingError: an unknown argument, or a value that vLLM refuses.
+        UnsupportedError: an argument under which one trace would be several requests.
+    """
+    base = given.pop("sampling_params", None)
+    if base is not None:
+        if not isinstance(base, SamplingParams):
+            raise SamplingError(f"`sampling_params` takes a vllm.SamplingParams, and got {type(base).__name__}.")
+        if given:
+            names = ", ".join(f"`{name}`" for name in given)
+            raise SamplingError(f"give {names} inside of `sampling_params`, or all as keywords; not both.")
+        params = base.clone()
+    else:
+        for name in given:
+            if name not in _known():
+                raise SamplingError(f"unknown sampling argument `{name}`.{suggestion(name, _known())}")
+        try:
+            params = SamplingParams(**given)
+        except (TypeError, ValueError) as error:
+            raise SamplingError(f"vLLM refuses these sampling arguments: {error}") from error
+    if params.n != 1:
+        raise UnsupportedError(f"n={params.n}: a trace is one request; trace once per sample.")
+    if KEY in (params.extra_args or {}):
+        raise SamplingError(f"`extra_args` must not have the key {KEY!r}: it carries the block.")
+    return params
+
+
+@cache
+def _known() -> tuple[str, ...]:
+    return tuple(inspect.signature(SamplingParams).parameters)

@@ -1,0 +1,37 @@
+"""The scheduler of an engine that serves traces.
+
+It is vLLM's own, but a request that its block has ended (`tracer.stop()`, an exception) finishes with the token of
+that engine step, whatever its sampling parameters say (`ignore_eos`, `min_tokens`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .compat import ModelRunnerOutput, Request, RequestStatus, Scheduler, SchedulerOutput
+from .settings import ENDED
+
+STOP_REASON = "invivo"
+
+
+class TraceScheduler(Scheduler):
+    """See the module."""
+
+    _ended: frozenset[str] = frozenset()
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, Any]:
+        """As in `Scheduler`, with the requests that ended themselves known."""
+        self._ended = getattr(model_runner_output, ENDED, frozenset())
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
+        if not stopped and request.request_id in self._ended:
+            request.status = RequestStatus.FINISHED_STOPPED
+            request.stop_reason = STOP_REASON
+            stopped = True
+        return new_token_ids, stopped

@@ -1,0 +1,152 @@
+"""The traces of one worker: from payloads in to replies out. The same for every runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from ..envoy.address import LOGITS, SAMPLES, Port
+from ..envoy.envoy import Envoy, RootEnvoy
+from ..envoy.errors import InternalError, MisuseError
+from ..interleaver.hub import Hub
+from ..interleaver.launch import Launched, launch
+from ..interleaver.outcome import reply_of
+from ..tracer.block import Payload
+from .module_call import call_module
+from .request_output import decode_output
+
+if TYPE_CHECKING:
+    from .adapter import RunnerAdapter
+
+
+_log = logging.getLogger(__name__)
+
+
+class Serving:
+    """The blocks that run in one worker.
+
+    The hub is made when the first traced request comes, since the model is loaded after the runner is built.
+    """
+
+    def __init__(self, adapter: RunnerAdapter, vocabulary: int) -> None:
+        self._adapter = adapter
+        self._vocabulary = vocabulary
+        self._hub: Hub | None = None
+        self._root: RootEnvoy | None = None
+        self._launched: dict[str, tuple[str, Launched]] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether any traced request is known; if not, the runner does what it does without invivo."""
+        return bool(self._launched)
+
+    @property
+    def ended(self) -> frozenset[str]:
+        """Requests that their block has ended."""
+        return frozenset(self._hub.ended) if self._hub is not None else frozenset()
+
+    # --- an engine step
+
+    def admit(self, scheduled: object) -> None:
+        """Take in the traced requests of an engine step."""
+        for request_id, data in self._adapter.new_requests(scheduled):
+            self._guarded(partial(self._admit, request_id, data))
+
+    def begin(self, padded: int) -> None:
+        """The forward is about to run on `padded` rows."""
+        self._guarded(lambda: self._ready().begin(self._adapter.shares(padded)))
+
+    def forward_done(self) -> None:
+        """The forward has run."""
+        self._ready().forward_done()
+
+    def logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits ``[requests, vocab]``, with the blocks' edits."""
+        return self._fired(LOGITS, logits)
+
+    def samples(self, samples: torch.Tensor) -> torch.Tensor:
+        """Sampled token ids ``[requests, 1]``, with the blocks' edits."""
+        return self._fired(SAMPLES, samples[:, 0])[:, None]
+
+    def finish_step(self) -> None:
+        """The tokens of the engine step are sampled."""
+        self._ready().finish_step()
+
+    def abandon_step(self) -> None:
+        """The engine step failed."""
+        self._ready().abandon_step()
+
+    # --- calls from the client
+
+    def collect(self, trace: str, output: bytes) -> bytes:
+        """End the block of a request that has ended with `output`, and give its reply, encoded."""
+        if trace not in self._launched:
+            raise InternalError(f"the engine has no trace {trace}: it never started, or was collected before.")
+        request_id, launched = self._launched.pop(trace)
+        hub = self._ready()
+        with torch.inference_mode():
+            hub.end(request_id, decode_output(output))
+        reply = reply_of(launched, hub.learned)
+        hub.remove(request_id)
+        return msgspec.msgpack.encode(reply)
+
+    def discard(self, trace: str) -> None:
+        """Forget a trace whose caller has given up."""
+        entry = self._launched.pop(trace, None)
+        if entry is not None:
+            self._ready().remove(entry[0])
+
+    def check_integrity(self) -> str:
+        """Empty if nothing is left of earlier traces, else what is."""
+        try:
+            if self._hub is not None:
+                self._hub.check_integrity()
+            if self._launched:
+                raise InternalError(f"{len(self._launched)} traces were not collected.")
+        except InternalError as error:
+            return str(error)
+        return ""
+
+    # --- inside
+
+    def _admit(self, request_id: str, data: bytes) -> None:
+        hub = self._ready()
+        if request_id in hub.mediators:
+            return  # readmitted after a preemption; the step that it repeats ends it
+        payload = msgspec.msgpack.decode(data, type=Payload)
+        launched = launch(payload, hub.tree, self._envoy, self._device(), capture_output=True)
+        self._launched[payload.trace] = (request_id, launched)
+        hub.add(request_id, launched.mediator, self._vocabulary)
+
+    def _guarded(self, action: Callable[[], object]) -> None:
+        """Run a part of a step; an error in it ends the traces and never the engine."""
+        try:
+            action()
+        except Exception as error:
+            _log.exception("invivo failed in an engine step; the traces in it end, everything else goes on")
+            self._ready().give_up(error)
+
+    def _ready(self) -> Hub:
+        if self._hub is None:
+            self._hub = Hub(self._adapter.model(), call_module)
+            self._root = RootEnvoy(self._hub.tree, "")
+        return self._hub
+
+    def _envoy(self, address: str) -> Envoy:
+        assert self._root is not None and self._hub is not None, "made with the hub"
+        if address and address not in self._hub.tree.modules:
+            raise MisuseError(f"the engine's model has no module {address}, though the mirror has.")
+        return Envoy(self._hub.tree, address, self._root) if address else self._root
+
+    def _device(self) -> torch.device | None:
+        parameters: Iterable[torch.nn.Parameter] = self._adapter.model().parameters()
+        return next((parameter.device for parameter in parameters), None)
+
+    def _fired(self, kind: str, value: torch.Tensor) -> torch.Tensor:
+        replaced = self._ready().fire(Port("", kind), value)
+        return replaced if isinstance(replaced, torch.Tensor) else value

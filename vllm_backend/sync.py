@@ -1,0 +1,53 @@
+"""The synchronous backend: one request at a time, run to its end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+from vllm import RequestOutput, SamplingParams
+
+from ..envoy.errors import EngineDiedError
+from ..tracer.backend import Reply
+from ..tracer.block import Payload
+from ..tracer.prompt import Prompt
+from .engine import Engine
+from .request_output import encode_output
+from .settings import KEY
+
+
+class Request(NamedTuple):
+    """A prompt with its sampling parameters."""
+
+    prompt: Prompt
+    params: SamplingParams
+
+
+class SyncBackend:
+    """Runs traces on an engine; see `tracer.backend.Backend`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def run(self, payload: Payload, request: object) -> tuple[Reply, RequestOutput]:
+        """Send the block with its request, wait, and fetch the reply.
+
+        The request gets a cache salt of its own and does not look into the prefix cache: what its edits change must
+        not be found by others, and rows found in the cache would never pass the block.
+        """
+        assert isinstance(request, Request), "VLLM.trace makes the request"
+        params = request.params.clone()
+        params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
+        params.skip_reading_prefix_cache = True
+        prompt: dict[str, object] = {"prompt_token_ids": request.prompt.token_ids, "cache_salt": payload.trace}
+        if request.prompt.text is not None:
+            prompt["prompt"] = request.prompt.text
+        try:
+            output = self._engine.generate(prompt, params)
+            reply = self._engine.call("invivo_collect", payload.trace, encode_output(output))
+        except EngineDiedError:
+            raise
+        except BaseException:
+            self._engine.call("invivo_discard", payload.trace)
+            raise
+        return msgspec.msgpack.decode(reply, type=Reply), output
