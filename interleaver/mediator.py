@@ -1,7 +1,7 @@
 """One block running for one request.
 
 A mediator is a greenlet on the thread that runs the model. It runs until it asks for a port, a step or the end of the
-request, hands over saying which (`Wait`), and goes on when the hub gives it what it waits for. Everything here runs on
+request, hands over saying which (`Waiting`), and goes on when the hub gives it what it waits for. Everything here runs on
 that thread; nothing blocks.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeAlias
 
 import greenlet
 
@@ -23,7 +22,13 @@ from .values import Held
 from .views import Part, view, with_part
 
 
-class PortWait:
+class Waiting:
+    """What a block waits for."""
+
+    __slots__ = ()
+
+
+class PortWait(Waiting):
     """Waiting for a port of the current step."""
 
     __slots__ = ("port",)
@@ -32,18 +37,15 @@ class PortWait:
         self.port = port
 
 
-class StepWait:
+class StepWait(Waiting):
     """Waiting for a step to begin."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
 
-class EndWait:
+class EndWait(Waiting):
     """Waiting for the request to end."""
-
-
-Wait: TypeAlias = "PortWait | StepWait | EndWait"
 
 
 class StopBlock(BaseException):
@@ -78,7 +80,7 @@ class Mediator(active.Session):
     def __init__(self, tree: ModuleTree, turns: Turns, body: Callable[[Mediator], dict[str, object]]) -> None:
         self.tree = tree
         self.tracer = Tracer()
-        self.wait: Wait | None = None
+        self.wait: Waiting | None = None
         self.step = 0
         self.port: Port | None = None
         self.failure: BaseException | None = None
@@ -168,7 +170,7 @@ class Mediator(active.Session):
             waiting = self._greenlet.switch(value)
         finally:
             self._turns.end()
-        if isinstance(waiting, PortWait | StepWait | EndWait):
+        if isinstance(waiting, Waiting):
             self.wait = waiting
         else:
             self._greenlet = None
@@ -240,7 +242,7 @@ class Mediator(active.Session):
             raise PortPassedError(passed)
         self._switch(PortWait(port))
 
-    def _switch(self, wait: Wait) -> object:
+    def _switch(self, wait: Waiting) -> object:
         self._turns.check()
         if self._held is not None:
             self._held.settle()

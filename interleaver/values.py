@@ -72,13 +72,18 @@ def row_dim(tensor: torch.Tensor, window: Window, where: Port) -> int:
 def copy_rows(value: object, window: Window | None, where: Port) -> object:
     """A private copy of the request's rows; all rows if `window` is None."""
 
-    def take(tensor: torch.Tensor) -> torch.Tensor:
-        if window is None:
-            return tensor.clone() if tensor.is_inference() else tensor.detach().clone()
-        return tensor.narrow(row_dim(tensor, window, where), window.start, window.length).clone()
-
     with inference_mode(False):
-        return map_tensors(value, take)
+        if isinstance(value, torch.Tensor):
+            return _copy(value, window, where)
+        return map_tensors(value, lambda tensor: _copy(tensor, window, where))
+
+
+def _copy(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Tensor:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if window is not None:
+        tensor = tensor.narrow(row_dim(tensor, window, where), window.start, window.length)
+    return tensor.clone()
 
 
 def put_rows(value: object, changes: list[torch.Tensor | None], window: Window | None, where: Port) -> object:
@@ -90,6 +95,8 @@ def put_rows(value: object, changes: list[torch.Tensor | None], window: Window |
         window: the request's rows; None for all.
         where: the port, for messages.
     """
+    if isinstance(value, torch.Tensor) and window is None and changes[0] is not None:
+        return changes[0].clone()
     remaining = iter(changes)
 
     def put(tensor: torch.Tensor) -> torch.Tensor:

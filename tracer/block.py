@@ -74,3 +74,8 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
 
 class TracerHandle:
     """Base of the objects that a `with` binds after `as`; the codec sends them as a reference, not by value."""
+
+    @property
+    def spent(self) -> bool:
+        """Whether the trace has ended, so that a new block cannot mean this tracer."""
+        return False

@@ -76,6 +76,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._check(obj)
             return resolve, ("envoy", obj.address)
         if isinstance(obj, TracerHandle):
+            if obj.spent:
+                raise ForeignError("the tracer belongs to a trace that has ended; take what you need of it before")
             return resolve, ("tracer", 0)
         refuse(obj)
         return super().reducer_override(obj)

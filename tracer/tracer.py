@@ -55,6 +55,11 @@ class Tracer(TracerHandle):
             raise OutsideBlockError("`tracer.saves` is there once the `with` has ended.")
         return self._saves
 
+    @property
+    def spent(self) -> bool:
+        """Whether the trace has ended."""
+        return self._saves is not None
+
     def finish(self, saves: dict[str, object], result: object) -> None:
         """Take in what came home; called by the trace at the end of its `with`."""
         self._saves = saves

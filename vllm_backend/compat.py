@@ -13,6 +13,7 @@ from vllm.distributed import (
     initialize_model_parallel,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -23,6 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 __all__ = [
+    "AttentionLayerBase",
     "EngineArgs",
     "EngineDeadError",
     "ModelRunnerOutput",
