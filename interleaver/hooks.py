@@ -6,7 +6,7 @@ beginning of a call whether a module has hooks at all: a block that is inside of
 next, and a hook that comes later is called only if there was one before.
 
 A module that hangs in several places of the tree (a rotary embedding that all layers share) has one address per place.
-Which of them is running is told by which of the modules around it is open, so those are watched on both sides.
+Which of them is running is told by which of the modules around them is open, so those are watched on both sides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from ..envoy.address import INPUT, OUTPUT, Port
-from .torch_compat import hook_input, hook_output, unhook
+from .torch_compat import hook_input, hook_output, unhook_input, unhook_output
 
 Fire = Callable[[Port, object], object]
 
@@ -32,11 +32,14 @@ class StepHooks:
     def __init__(self, model: torch.nn.Module, fire: Fire) -> None:
         self._fire = fire
         self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._parents = {address: _parent(address) for address in self._modules}
         self._places: dict[int, list[str]] = {}
         for address, module in self._modules.items():
             self._places.setdefault(id(module), []).append(address)
-        shared = [places for places in self._places.values() if len(places) > 1]
-        self._both = {address for places in shared for place in places for address in (place, _parent(place))}
+        self._around = {
+            place: self._caller(place) for places in self._places.values() if len(places) > 1 for place in places
+        }
+        self._both = {address for pair in self._around.items() for address in pair}
         self._made: dict[Port, Callable[..., object]] = {}
         self._on: dict[Port, torch.nn.Module] = {}
         self._chained: set[str] = set()
@@ -48,24 +51,26 @@ class StepHooks:
 
     def module(self, address: str) -> torch.nn.Module:
         """The module at an address."""
-        return self._modules[address]
+        module: torch.nn.Module = self._modules[address]
+        return module
 
     def watch(self, port: Port) -> None:
         """Have a port of a module fire for the rest of this step."""
         if port in self._on:
             return
         address = port.address
-        self._put(port)
-        if address in self._both:
+        if address not in self._both:
+            self._put(port)
+        else:
             self._put(Port(address, INPUT))
             self._put(Port(address, OUTPUT))
-        above = _parent(address)
+        above = self._parents[address]
         while address and above not in self._chained:
             self._chained.add(above)
             self._put(Port(above, OUTPUT))
             if above in self._both:
                 self._put(Port(above, INPUT))
-            address, above = above, _parent(above)
+            address, above = above, self._parents[above]
 
     def watch_all(self) -> None:
         """Have the ports of every module fire for the rest of this step."""
@@ -75,15 +80,13 @@ class StepHooks:
 
     def clear(self) -> None:
         """Take all hooks off."""
-        for module in self._on.values():
-            unhook(module, self)
+        for port, module in self._on.items():
+            (unhook_input if port.kind == INPUT else unhook_output)(module, self)
         self._on.clear()
         self._chained.clear()
         self._open.clear()
 
     def _put(self, port: Port) -> None:
-        if port in self._on:
-            return
         module = self._on[port] = self._modules[port.address]
         hook = self._made.get(port)
         if hook is None:
@@ -121,12 +124,29 @@ class StepHooks:
         return after
 
     def _address(self, module: torch.nn.Module) -> str | None:
-        """Where the module hangs; one that hangs in several places is told by which parent is running."""
+        """Where the module hangs; one that hangs in several places is told by the innermost of their callers that runs.
+
+        Several places with one caller (an output head that is the embedding) are one module to it: the first stands
+        for all.
+        """
         places = self._places[id(module)]
         if len(places) == 1:
             return places[0]
-        running = [place for place in places if self._open.get(_parent(place))]
-        return running[-1] if running else None
+        running = [place for place in places if self._open.get(self._around[place])]
+        return max(running, key=lambda place: len(self._around[place]), default=None)
+
+    def _caller(self, address: str) -> str:
+        """The nearest module around `address` whose hooks run when it is called."""
+        address = _parent(address)
+        while address and not _called_as_module(self._modules[address]):
+            address = _parent(address)
+        return address
+
+
+def _called_as_module(module: torch.nn.Module) -> bool:
+    """Whether torch's own call runs the module: not for containers, nor where a class replaces `__call__`."""
+    kind = type(module)
+    return kind.__call__ is torch.nn.Module.__call__ and kind.forward is not torch.nn.Module.forward
 
 
 def _parent(address: str) -> str:

@@ -2,13 +2,14 @@
 
 A block's Envoys are known when it is captured, so a misspelled module or an index out of range is refused at the
 `with`, at the line where it stands, and not only when the block gets there. Chains with parts that are known only at
-run time (``layers[i]``) are checked as far as they go, with the first child standing for any.
+run time (``layers[i]``) are checked as far as they go, with the first child standing for any; code that may never run
+(branches, nested functions) is left to the block, which raises the same error at the same line.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from ..envoy.envoy import Envoy
 from ..envoy.errors import UnknownNameError
@@ -29,12 +30,28 @@ def check_names(body: ast.AST, values: Mapping[str, object], assigned: frozenset
     roots = {name: value for name, value in values.items() if isinstance(value, Envoy) and name not in assigned}
     if not roots:
         return
-    for node in ast.walk(body):
+    for node in _certain(body):
         if isinstance(node, ast.Attribute | ast.Subscript):
             try:
                 _resolve(node, roots)
             except UnknownNameError as error:
                 raise UnknownNameError(f"{filename}:{node.lineno}: {error}") from None
+
+
+def _certain(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run whenever the block does (or a loop in it): not branches, `try` bodies or nested functions."""
+    yield node
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        yield from _certain(node.test)
+    elif isinstance(node, ast.Match):
+        yield from _certain(node.subject)
+    elif isinstance(node, ast.BoolOp):
+        yield from _certain(node.values[0])
+    elif not isinstance(
+        node, ast.Try | ast.TryStar | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+    ):
+        for child in ast.iter_child_nodes(node):
+            yield from _certain(child)
 
 
 def _resolve(node: ast.expr, roots: Mapping[str, Envoy]) -> Envoy | None:

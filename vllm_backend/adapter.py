@@ -6,7 +6,7 @@ a V2 runner needs the same two things.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,14 @@ class RunnerAdapter(Protocol):
 
     def new_requests(self, scheduled: Any) -> Sequence[tuple[str, bytes]]:
         """Traced requests that enter with this engine step: id and encoded payload."""
+        ...
+
+    def leaving(self, scheduled: Any) -> Set[str]:
+        """Requests that give their key-value blocks back with this engine step: finished or preempted."""
+        ...
+
+    def clean(self, request_id: str) -> None:
+        """Zero the key-value blocks of a request, before this engine step hands them to another one."""
         ...
 
     def shares(self, padded: int) -> Mapping[str, Share]:

@@ -14,6 +14,7 @@ from vllm.distributed import (
 )
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as ROTARY_EMBEDDINGS
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,6 +25,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 __all__ = [
+    "ROTARY_EMBEDDINGS",
     "AttentionLayerBase",
     "EngineArgs",
     "EngineDeadError",

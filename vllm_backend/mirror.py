@@ -1,7 +1,8 @@
 """The module tree of a model, without its weights and without an engine.
 
 vLLM's own model classes are built on the meta device in this process, for one rank, so names and whole shapes are
-those that a worker has. Nothing of it stays: neither the model nor the process groups that vLLM's layers ask for.
+those that a worker has. Nothing of it stays: not the model, not the process groups that vLLM's layers ask for, and not
+the rotary embeddings that vLLM keeps for a whole process, which an engine in this process would find without data.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 
 from ..envoy.tree import ModuleTree
 from .compat import (
+    ROTARY_EMBEDDINGS,
     VllmConfig,
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -29,6 +31,7 @@ def mirror(config: VllmConfig) -> ModuleTree:
     Takes about a second, mostly for the Python objects of the modules.
     """
     dtype = torch.get_default_dtype()
+    known = set(ROTARY_EMBEDDINGS)
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{Path(folder) / 'rendezvous'}", 0, "gloo")
         try:
@@ -39,5 +42,7 @@ def mirror(config: VllmConfig) -> ModuleTree:
             return ModuleTree.of(model)
         finally:
             torch.set_default_dtype(dtype)
+            for key in set(ROTARY_EMBEDDINGS) - known:
+                del ROTARY_EMBEDDINGS[key]
             destroy_model_parallel()
             destroy_distributed_environment()

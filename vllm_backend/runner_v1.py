@@ -6,7 +6,7 @@ second call, samples from the logits. Warm-up and profiling runs do not come thr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ class RunnerV1(_Runner):
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """One engine step, up to the logits."""
+        self.serving.clean(scheduler_output)
         self.serving.admit(scheduler_output)
         if not self.serving.active:
             return super().execute_model(scheduler_output, *args, **kwargs)
@@ -92,6 +93,18 @@ class AdapterV1:
             for new in scheduled.scheduled_new_reqs
             if new.sampling_params is not None and KEY in (extra := new.sampling_params.extra_args or {})
         ]
+
+    def leaving(self, scheduled: SchedulerOutput) -> Set[str]:
+        """See `RunnerAdapter`."""
+        return scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
+
+    def clean(self, request_id: str) -> None:
+        """See `RunnerAdapter`."""
+        runner = self._runner
+        if runner.device.type != "cpu" and not hasattr(runner, "_kv_block_zeroer"):
+            runner._init_kv_zero_meta()
+        if request_id in runner.requests:
+            runner._zero_block_ids(sorted({block for group in runner.requests[request_id].block_ids for block in group}))
 
     def shares(self, padded: int) -> Mapping[str, Share]:
         """See `RunnerAdapter`; the order is that of the batch, not that of the scheduler's output."""

@@ -43,8 +43,8 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
         raise UnsupportedError(f"n={params.n}: a trace is one request; trace once per sample.")
     if params.stop:
         raise UnsupportedError(
-            "`stop`: vLLM finds stop strings outside of the engine, when that has begun further steps; a block would see "
-            "steps that the output does not have. Use `stop_token_ids`, or `tracer.stop()` in the block."
+            "`stop`: vLLM finds stop strings outside of the engine, when that has begun further steps; a block would "
+            "see steps that the output does not have. Use `stop_token_ids`, or `tracer.stop()` in the block."
         )
     if KEY in (params.extra_args or {}):
         raise SamplingError(f"`extra_args` must not have the key {KEY!r}: it carries the block.")

@@ -52,6 +52,17 @@ class Serving:
 
     # --- an engine step
 
+    def clean(self, scheduled: object) -> None:
+        """Zero the key-value blocks of edited requests that give them back with this engine step.
+
+        Attention reads whole blocks and masks what is not the request's. A NaN that an edit left behind would come
+        through the mask (``0 * nan``), to whoever has the block next.
+        """
+        edited = self._hub.edited if self._hub is not None else set()
+        for request_id in edited & self._adapter.leaving(scheduled) if edited else ():
+            self._guarded(partial(self._adapter.clean, request_id))
+            edited.discard(request_id)
+
     def admit(self, scheduled: object) -> None:
         """Take in the traced requests of an engine step."""
         for request_id, data in self._adapter.new_requests(scheduled):

@@ -38,7 +38,7 @@ def test_site() -> None:
     small = 2
     with Look() as t:
         big = [small]
-        total = [big, len(big)]  # noqa: F841
+        total = [big, len(big)]
     site = t.site
     line = sys._getframe().f_code.co_firstlineno + 3
     assert (

@@ -1,0 +1,54 @@
+"""What every test shares: the models, each made once a session and only if a test asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    from invivo import VLLM, Local
+    from support.reference import Reference
+
+# Machines that run tests are slow now and then; a slow example is not a failure, and the same ones run every time.
+settings.register_profile("invivo", deadline=None, derandomize=True, print_blob=True)
+settings.load_profile("invivo")
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    """SmolLM2 in transformers, which the values of every backend are compared with."""
+    from smollm2 import smollm2_path
+    from support.reference import Reference
+
+    return Reference(smollm2_path())
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Iterator[VLLM]:
+    """SmolLM2 in a vLLM engine with processes of its own; the one engine of the session."""
+    from invivo import VLLM
+    from smollm2 import smollm2_path
+    from support.contract import ENGINE
+
+    with VLLM(str(smollm2_path()), **ENGINE) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def local_smollm2(reference: Reference) -> Local:
+    """The same model in this process; it shares its weights with `reference`, whose hooks come and go."""
+    from transformers import AutoTokenizer
+
+    from invivo import Local
+    from smollm2 import smollm2_path
+
+    return Local(reference.model, AutoTokenizer.from_pretrained(smollm2_path()))
+
+
+@pytest.fixture(scope="session", params=["local", pytest.param("vllm", marks=pytest.mark.engine)])
+def model(request: pytest.FixtureRequest) -> Any:
+    """SmolLM2 on each backend."""
+    return request.getfixturevalue("local_smollm2" if request.param == "local" else "smollm2")

@@ -1,0 +1,224 @@
+"""Several blocks on one flat batch: each sees its own rows, and only its own request feels its edits.
+
+The model is a toy, the batch is made by hand; what vLLM does to real ones is tested in `tests/contract`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from invivo.envoy.address import LOGITS, OUTPUT, SAMPLES, Port
+from invivo.envoy.envoy import RootEnvoy
+from invivo.envoy.errors import (
+    InternalError,
+    MisuseError,
+    PortNotReachedError,
+    PortPassedError,
+    UnsupportedError,
+    WriteError,
+)
+from invivo.interleaver.hub import Hub
+from invivo.interleaver.mediator import Mediator
+from invivo.interleaver.modes import Turns
+from invivo.interleaver.windows import Share, shares
+
+Body = Callable[[Any, Mediator], dict[str, object]]
+
+
+class Toy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3)
+        self.second = torch.nn.Linear(3, 3)
+        self.unused = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+class Batch:
+    """A model with a hub, and the blocks of some requests."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Toy()
+        self.hub = Hub(self.model)
+        self.envoy: Any = RootEnvoy(self.hub.tree, "")
+
+    def add(self, request: str, body: Body) -> Mediator:
+        mediator = Mediator(self.hub.tree, Turns(0, None), lambda mediator: body(self.envoy, mediator))
+        self.hub.add(request, mediator, 10)
+        return mediator
+
+    def step(self, rows: torch.Tensor, split: dict[str, Share]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Forward, logits and samples of one engine step."""
+        with torch.inference_mode():
+            self.hub.begin(split)
+            out = self.model(rows)
+            self.hub.forward_done()
+            logits = torch.arange(float(len(split) * 10)).reshape(len(split), 10)
+            replaced: Any = self.hub.fire(Port("", LOGITS), logits)
+            logits = logits if replaced is None else replaced
+            samples = logits.argmax(-1)
+            replaced = self.hub.fire(Port("", SAMPLES), samples)
+            self.hub.finish_step()
+        return out, samples if replaced is None else replaced
+
+
+@pytest.fixture
+def batch() -> Iterator[Batch]:
+    batch = Batch()
+    yield batch
+    for request in list(batch.hub.mediators):
+        batch.hub.end(request, "result")
+        batch.hub.remove(request)
+    batch.hub.check_integrity()
+
+
+def split(*counts: int) -> dict[str, Share]:
+    """Whole prompts of requests a, b, c, ..., one after the other."""
+    starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
+    return shares("abcdef"[: len(counts)], starts, [0] * len(counts), counts, starts[-1])
+
+
+def test_each_block_has_its_own_rows_and_edits(batch: Batch) -> None:
+    rows = torch.randn(6, 3)
+    plain = batch.model.first(rows)
+
+    def body(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        seen = envoy.first.output.clone()
+        envoy.first.output[:] = float(mediator is one)
+        return {"seen": seen, "inputs": envoy.second.input.clone()}
+
+    one, two = batch.add("a", body), batch.add("c", body)
+    out, _ = batch.step(rows, split(2, 1, 3))
+    assert torch.equal(one.scope["seen"], plain[:2]) and torch.equal(two.scope["seen"], plain[3:])  # type: ignore[arg-type]
+    edited = plain.clone()
+    edited[:2], edited[3:] = 1, 0
+    assert torch.equal(out, batch.model.second(edited))
+    assert torch.equal(one.scope["inputs"], edited[:2])  # type: ignore[arg-type]
+
+
+def test_logits_and_samples_have_one_row_a_request(batch: Batch) -> None:
+    def body(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        envoy.logits[0, 3] = 1000
+        first = int(envoy.samples)
+        envoy.samples = 7
+        return {"first": first, "shape": tuple(envoy.samples.shape)}
+
+    one = batch.add("b", body)
+    _, samples = batch.step(torch.randn(3, 3), split(1, 2))
+    assert one.scope == {"first": 3, "shape": (1,)}
+    assert samples.tolist() == [9, 7]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        (lambda e, m: [e.second.output, e.first.output], PortPassedError, "first.output has passed"),
+        (lambda e, m: [e.samples, e.logits], PortPassedError, "model.logits has passed"),
+        (lambda e, m: [e.logits, e.first.input], PortPassedError, "after all modules"),
+        (lambda e, m: e.unused.output, PortNotReachedError, "unused.output did not come in step 0"),
+        (lambda e, m: setattr(e.first, "output", 0), WriteError, r"first.output takes float32 \[2, 3\], and got int"),
+        (lambda e, m: setattr(e, "samples", 10), WriteError, "from 0 to 9"),
+        (lambda e, m: 1 / 0, ZeroDivisionError, "division"),
+        (lambda e, m: e.second(torch.ones(5)), RuntimeError, "mat1 and mat2|size mismatch|cannot be multiplied"),
+    ],
+)
+def test_an_error_ends_its_request_and_leaves_the_others(
+    batch: Batch, body: Body, kind: type[Exception], message: str
+) -> None:
+    bad = batch.add("a", body)
+    good = batch.add("b", lambda envoy, mediator: {"out": envoy.second.output})
+    rows = torch.randn(5, 3)
+    plain = batch.model(rows)
+    for _ in range(2):  # the first step learns the order, the second knows it
+        out, _ = batch.step(rows, split(2, 3))
+        assert torch.equal(out, plain)
+        assert isinstance(bad.failure, kind) and batch.hub.ended == {"a"}
+        with pytest.raises(kind, match=message):
+            raise bad.failure
+        assert torch.equal(good.scope["out"], plain[2:])  # type: ignore[arg-type]
+        for request in ("a", "b"):
+            batch.hub.remove(request)
+        bad, good = batch.add("a", body), batch.add("b", lambda e, m: {"out": e.second.output})
+    batch.step(rows, split(2, 3))
+
+
+def test_a_bug_of_the_hub_ends_all_blocks_and_not_the_forward(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = [batch.add(name, lambda envoy, mediator: {"out": envoy.second.output}) for name in "ab"]
+    monkeypatch.setattr(batch.hub, "_serve", lambda *args: [][1])
+    rows = torch.randn(2, 3)
+    out, _ = batch.step(rows, split(1, 1))
+    assert torch.equal(out, batch.model(rows))
+    assert all(isinstance(block.failure, InternalError) for block in blocks)
+    assert "report" in str(blocks[0].failure)
+
+
+def test_rows_that_are_no_step_end_the_trace(batch: Batch) -> None:
+    block = batch.add("a", lambda envoy, mediator: {"out": envoy.second.output})
+    batch.step(torch.randn(2, 3), shares(["a"], [0, 2], [0], [5], 2))
+    assert isinstance(block.failure, UnsupportedError)
+    assert "its prompt of 5 tokens was split" in str(block.failure)
+
+
+def test_a_step_that_comes_again_ends_the_trace(batch: Batch) -> None:
+    """As after a preemption; also for a block that is done, whose edits would be missing."""
+    block = batch.add("a", lambda envoy, mediator: {"out": envoy.first.output})
+    batch.step(torch.randn(2, 3), split(2))
+    assert block.done and block.failure is None
+    batch.step(torch.randn(2, 3), split(2))
+    assert isinstance(block.failure, UnsupportedError) and "computed step 0 again" in str(block.failure)
+
+
+def test_an_open_mode_is_refused_at_the_next_port(batch: Batch) -> None:
+    def body(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        envoy.first.output
+        with torch.inference_mode(False):
+            return {"out": envoy.second.output}
+
+    block = batch.add("a", body)
+    batch.step(torch.randn(2, 3), split(2))
+    assert isinstance(block.failure, MisuseError) and "inside a torch mode" in str(block.failure)
+
+
+def test_gradients_dtype_and_random_state_are_the_blocks_own(batch: Batch) -> None:
+    def body(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        draws = [torch.rand(2)]
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(True)
+        envoy.first.output
+        draws.append(torch.rand(2))
+        return {"draws": draws, "grad": torch.is_grad_enabled()}
+
+    blocks = [batch.add(name, body) for name in "ab"]
+    torch.manual_seed(5)
+    batch.step(torch.randn(2, 3), split(1, 1))
+    after = torch.rand(1)
+    torch.manual_seed(5)
+    torch.randn(2, 3)
+    assert torch.equal(after, torch.rand(1)), "the engine's draws go on as if there were no block"
+    assert torch.get_default_dtype() == torch.float32
+    one, two = (block.scope["draws"] for block in blocks)
+    assert [x.tolist() for x in one] == [x.tolist() for x in two]  # type: ignore[attr-defined]
+    assert one[1].dtype == torch.float64 and blocks[0].scope["grad"]  # type: ignore[index]
+
+
+def test_integrity_names_what_is_left(batch: Batch) -> None:
+    batch.add("a", lambda envoy, mediator: {})
+    with pytest.raises(InternalError, match="'blocks': 1"):
+        batch.hub.check_integrity()
+
+
+def test_order_is_learned_once(batch: Batch) -> None:
+    batch.add("a", lambda envoy, mediator: {})
+    assert batch.hub.learned is None
+    batch.step(torch.randn(2, 3), split(2))
+    assert batch.hub.learned is not None
+    assert batch.hub.tree.places(Port("first", OUTPUT)) == (2,)
+    assert batch.hub.tree.places(Port("unused", OUTPUT)) == ()
+    assert batch.hub.tree.shapes["first"] == "[n, 3]"

@@ -1,0 +1,124 @@
+"""Copies of rows, edits, and how they get back."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import cast
+
+import pytest
+import torch
+
+from invivo.envoy.errors import UnsupportedError, WriteError
+from invivo.interleaver.values import Held, copy_rows, describe, map_tensors, put_rows, tensors_of
+from invivo.interleaver.windows import Window
+
+Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  (what models return)
+WINDOW = Window(1, 2, 4)
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+
+
+def test_copies_keep_the_structure() -> None:
+    value = (numbers(4, 3), [numbers(4), None], {"a": numbers(4, 1)}, "text")
+    copy = cast("tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor], str]", copy_rows(value, WINDOW, "x"))
+    assert torch.equal(copy[0], value[0][1:3])
+    assert torch.equal(copy[1][0], value[1][0][1:3])  # type: ignore[index]
+    assert torch.equal(copy[2]["a"], value[2]["a"][1:3])
+    assert copy[1][1] is None and copy[3] == "text"
+    assert isinstance(copy_rows(Pair(numbers(4), 1), WINDOW, "x"), Pair)
+
+
+def test_rows_may_follow_a_leading_one() -> None:
+    copy = copy_rows(numbers(1, 4, 3), WINDOW, "x")
+    assert torch.equal(cast("torch.Tensor", copy), numbers(1, 4, 3)[:, 1:3])
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (5,), (), (2, 4)])
+def test_rows_that_cannot_be_told_are_an_error(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UnsupportedError, match=r"x\.output holds a tensor of shape .* the step has 4 rows"):
+        copy_rows(numbers(*shape), WINDOW, "x.output")
+
+
+def test_an_untouched_copy_has_no_changes() -> None:
+    with torch.inference_mode():
+        held = Held(copy_rows((numbers(4, 3), numbers(4)), WINDOW, "x"))
+        torch.add(cast("tuple[torch.Tensor, ...]", held.value)[0], 1)
+    assert held.changes() is None
+
+
+def test_edits_in_place_reach_only_the_window_and_only_a_new_tensor() -> None:
+    with torch.inference_mode():
+        value = (numbers(4, 3), numbers(4))
+        held = Held(copy_rows(value, WINDOW, "x"))
+        cast("tuple[torch.Tensor, ...]", held.value)[0][-1] += 100  # through a view
+        changes = held.changes()
+        assert changes is not None and changes[1] is None
+        after = cast("tuple[torch.Tensor, torch.Tensor]", put_rows(value, changes, WINDOW, "x"))
+    expected = numbers(4, 3)
+    expected[2] += 100
+    assert torch.equal(after[0], expected)
+    assert torch.equal(value[0], numbers(4, 3)), "the model's own tensor is not written"
+    assert after[1] is value[1]
+
+
+def test_what_was_assigned_is_copied_for_the_model() -> None:
+    held = Held(copy_rows(numbers(4, 3), None, "x"))
+    mine = torch.zeros(4, 3)
+    held.assign(mine, "x.output")
+    after = cast("torch.Tensor", put_rows(numbers(4, 3), held.changes() or [], None, "x"))
+    mine += 1
+    assert torch.equal(after, torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (torch.zeros(3, 3), r"x takes float32 \[2, 3\], and got float32 \[3, 3\]: the shape must be the same"),
+        (torch.zeros(2, 3, dtype=torch.float64), "the dtype must be the same"),
+        (torch.zeros(2, dtype=torch.int64), "the shape and dtype must be the same"),
+        (torch.zeros(2, 3, device="meta"), "on meta: the device must be the same"),
+        (0, r"and got int\. To fill it with one value, write `x\[:\] = \.\.\.`"),
+        (None, "and got NoneType"),
+    ],
+)
+def test_what_does_not_fit_is_refused(given: object, message: str) -> None:
+    with pytest.raises(WriteError, match=message):
+        Held(torch.zeros(2, 3)).assign(given, "x")
+
+
+def test_structures_must_fit_too() -> None:
+    held = Held((torch.zeros(2), None, {"a": torch.zeros(2)}))
+    for given, message in (
+        (torch.zeros(2), "takes a tuple of 3 values"),
+        ((torch.zeros(2), None), "takes a tuple of 3 values, and got tuple"),
+        ((torch.zeros(2), 1, {"a": torch.zeros(2)}), r"x\[1\] holds None, which is not a tensor"),
+        ((torch.zeros(2), None, {"b": torch.zeros(2)}), r"x\[2\] takes a dict with the keys \['a'\]"),
+        ((torch.zeros(2), None, {"a": torch.zeros(1)}), r"x\[2\]\['a'\] takes float32 \[2\]"),
+    ):
+        with pytest.raises(WriteError, match=message):
+            held.assign(given, "x")
+
+
+def test_containers_changed_in_place_are_checked() -> None:
+    held = Held([torch.zeros(2), torch.zeros(2)])
+    cast("list[torch.Tensor]", held.value).pop()
+    with pytest.raises(WriteError, match="what a port holds was changed"):
+        held.settle()
+
+
+def test_token_ids_have_a_limit() -> None:
+    held = Held(torch.tensor([3]), 10)
+    held.settle()
+    cast("torch.Tensor", held.value)[0] = 10
+    with pytest.raises(WriteError, match="token ids from 0 to 9"):
+        held.settle()
+
+
+def test_mapping_and_listing() -> None:
+    value = {"a": [torch.ones(1)], "b": (torch.ones(2), 3)}
+    assert [tensor.numel() for tensor in tensors_of(value)] == [1, 2]
+    doubled = cast("dict[str, list[torch.Tensor]]", map_tensors(value, lambda tensor: tensor * 2))
+    assert doubled["a"][0].item() == 2
+    assert describe(torch.zeros(2, 3, dtype=torch.bfloat16)) == "bfloat16 [2, 3]"
