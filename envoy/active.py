@@ -55,9 +55,8 @@ class Session(Protocol):
 _SESSION: ContextVar[Session | None] = ContextVar("invivo_session", default=None)
 
 
-def current() -> Session | None:
-    """The session of the block that is running, or None."""
-    return _SESSION.get()
+current = _SESSION.get
+"""The session of the block that is running, or None."""
 
 
 def enter(session: Session) -> None:

@@ -122,6 +122,14 @@ class Envoy:
     def __bool__(self) -> bool:
         return True
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Envoy):
+            return NotImplemented
+        return self._tree is other._tree and self._address == other._address
+
+    def __hash__(self) -> int:
+        return hash((id(self._tree), self._address))
+
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._tree.modules[self._address].children]
 

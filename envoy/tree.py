@@ -39,7 +39,13 @@ class Learned(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ModuleTree:
-    """Names, classes, order and shapes of the modules of one model."""
+    """Names, classes, order and shapes of the modules of one model.
+
+    Attributes:
+        modules: name of the class and of the children, by address.
+        shapes: shape of the output by address, as text; of the modules that ran, once learned.
+        order: ports in the order in which they fire, once learned.
+    """
 
     def __init__(self, modules: Mapping[str, ModuleInfo]) -> None:
         self.modules = dict(modules)
@@ -66,6 +72,10 @@ class ModuleTree:
         for place, port in enumerate(self.order):
             places.setdefault(port, []).append(place)
         self._places = {port: tuple(found) for port, found in places.items()}
+
+    def all_places(self) -> Mapping[Port, tuple[int, ...]]:
+        """Places of every port that fired, in the learned order."""
+        return self._places
 
     def places(self, port: Port) -> tuple[int, ...]:
         """Places of the port in the learned order; empty if it did not fire or nothing was learned yet."""

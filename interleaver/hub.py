@@ -9,6 +9,7 @@ all blocks with `InternalError`, and the forward goes on untouched.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from threading import get_ident
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from ..envoy.address import LOGITS, SAMPLES, Port
 from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
+from .generator import SEAT, draws
 from .hooks import StepHooks
 from .mediator import Mediator, PortWait, StepWait
 from .recorder import Recorder
@@ -40,12 +42,17 @@ class Hub:
         tree: the model's modules, with the order once learned.
         mediators: the blocks by request.
         ended: requests whose block ended them (by an exception or `stop`) and that the engine has yet to end.
+        edited: requests whose block changed what the model computes; the engine takes them out once they are gone.
     """
 
     def __init__(self, model: torch.nn.Module, call: ModuleCall | None = None) -> None:
         self.tree = ModuleTree.of(model)
         self.mediators: dict[str, Mediator] = {}
         self.ended: set[str] = set()
+        self.edited: set[str] = set()
+        self._model = model
+        self._drew = self._draws = True
+        self._random: torch.Tensor | None = None
         self._hooks = StepHooks(model, self.fire)
         self._call_module = call or (lambda module, args, kwargs: module(*args, **kwargs))
         self._vocabulary: int | None = None
@@ -54,12 +61,14 @@ class Hub:
         self._steps: dict[str, int] = {}
         self._requests: dict[Mediator, str] = {}
         self._recorder: Recorder | None = None
+        self._known: Mapping[Port, tuple[int, ...]] = {}
         self._learned: Learned | None = None
         self._now: Port | None = None
         self._place = -1
         self._sampling = False
         self._over = True
         self._inside = False
+        self._thread = get_ident()
 
     # --- requests
 
@@ -72,6 +81,7 @@ class Hub:
             vocabulary: size of the model's vocabulary, the bound of the token ids that it may write.
         """
         self._vocabulary = vocabulary
+        self._draws = self._drew or draws(self._model)
         self.mediators[request] = mediator
         self._requests[mediator] = request
         mediator.passed = self._passed
@@ -88,6 +98,7 @@ class Hub:
             del self._requests[mediator]
             if not mediator.done:
                 mediator.drop(InternalError("the request was dropped before its block had ended."))
+            SEAT.leave()
         return mediator
 
     def end(self, request: str, result: object) -> None:
@@ -96,6 +107,7 @@ class Hub:
         self._guarded(lambda: mediator.end(result))
         if not mediator.done:
             mediator.drop(InternalError("the block did not end with its request."))
+        SEAT.leave()
 
     @property
     def learned(self) -> Learned | None:
@@ -124,31 +136,41 @@ class Hub:
     def begin(self, shares: Mapping[str, Share]) -> None:
         """A step of the model begins; blocks that start now or waited for it get their turn."""
         self._shares, self._place, self._now, self._sampling, self._over = shares, -1, None, False, False
+        self._thread = get_ident()
         present = [(request, share) for request, share in shares.items() if request in self.mediators]
         if present and self._learned is None:
             self._recorder = Recorder()
+            self._random = torch.get_rng_state()
             self._hooks.watch_all()
         for request, share in present:
             self._guarded(lambda request=request, share=share: self._begin(request, share))  # type: ignore[misc]
+        if self._draws:
+            SEAT.leave()
 
     def forward_done(self) -> None:
         """The forward is over: from here on each request has one row, for logits and samples."""
         self._sampling = True
+        SEAT.leave()
+        self._see_draws()
 
     def fire(self, port: Port, value: object) -> object:
         """A port fires: give it to the blocks that wait for it.
 
         Returns:
             What the model should go on with, or None if nobody changed it.
+
+        Other threads may use the same modules in the meantime; nothing fires for them.
         """
-        if self._inside or self._over:
+        if self._inside or self._over or get_ident() != self._thread:
             return None
         if self._recorder is not None and port.kind not in (LOGITS, SAMPLES):
             self._recorder.note(port, value, self._rows())
         waiting = self._waiting.pop(port, None)
         if waiting is None:
             return None
-        self._arrive(port)
+        self._now = port
+        if not self._sampling:
+            self._arrive(port)
         replaced: object = None
         for mediator in waiting:
             base = value if replaced is None else replaced
@@ -158,6 +180,8 @@ class Hub:
                 self.give_up(error)
                 break
             replaced = changed if changed is not None else replaced
+        if self._draws or self._sampling:
+            SEAT.leave()
         return replaced
 
     def finish_step(self) -> None:
@@ -168,16 +192,20 @@ class Hub:
             for mediator in waiting:
                 self._guarded(lambda mediator=mediator, port=port: self._missed(mediator, port))  # type: ignore[misc]
         self._hooks.clear()
+        SEAT.leave()
+        self._see_draws()
         if self._recorder is not None:
             self._learned, self._recorder = self._recorder.learned(), None
             self.tree.learn(self._learned)
+            self._known = self.tree.all_places()
 
     def abandon_step(self) -> None:
         """The engine failed in this step: forget the step without running blocks."""
         self._over = True
         self._waiting.clear()
         self._hooks.clear()
-        self._recorder = None
+        SEAT.leave()
+        self._recorder = self._random = None
 
     def give_up(self, error: Exception) -> None:
         """End every block with an `InternalError` that stands for `error`."""
@@ -188,6 +216,7 @@ class Hub:
                 mediator.drop(problem)
                 self.ended.add(request)
         self._waiting.clear()
+        SEAT.leave()
 
     # --- inside
 
@@ -233,7 +262,10 @@ class Hub:
         if mediator.failure is not None:
             return None
         changes = held.changes()
-        return None if changes is None else put_rows(value, changes, window, port)
+        if changes is None:
+            return None
+        self.edited.add(self._requests[mediator])
+        return put_rows(value, changes, window, port)
 
     def _missed(self, mediator: Mediator, port: Port) -> None:
         known = self.tree.places(port) or port.kind in (LOGITS, SAMPLES)
@@ -276,6 +308,12 @@ class Hub:
             self.give_up(error)
             return None
 
+    def _see_draws(self) -> None:
+        """Note whether the recorded forward drew random numbers of its own."""
+        if self._random is not None:
+            self._drew = not torch.equal(self._random, torch.get_rng_state())
+            self._random = None
+
     # --- order
 
     def _rows(self) -> int | None:
@@ -283,14 +321,16 @@ class Hub:
         return window.total if window is not None else None
 
     def _arrive(self, port: Port) -> None:
-        self._now = port
-        if port.kind not in (LOGITS, SAMPLES):
-            self._place = next((place for place in self._order_places(port) if place > self._place), self._place)
+        """Note how far the model has come in the order of its modules."""
+        for place in self._order_places(port):
+            if place > self._place:
+                self._place = place
+                break
 
     def _order_places(self, port: Port) -> tuple[int, ...]:
-        if self._recorder is not None:
-            return tuple(place for place, other in enumerate(self._recorder.order) if other == port)
-        return self.tree.places(port)
+        if self._recorder is None:
+            return self._known.get(port, ())
+        return tuple(place for place, other in enumerate(self._recorder.order) if other == port)
 
     def _passed(self, port: Port) -> str | None:
         """Why the port cannot come any more in this step, or None if it may."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import sys
 from collections.abc import Callable
@@ -75,7 +76,8 @@ def _check_format(payload: Payload) -> None:
 def _run(
     payload: Payload, program: Program, values: dict[str, dict[str, object]], mediator: Mediator
 ) -> dict[str, object]:
-    local, outer = dict(values["local"]), dict(values["global"])
+    # With `__builtins__`, as every module has it: C code that imports looks for it in the globals of its caller.
+    local, outer = dict(values["local"]), {"__builtins__": builtins, **values["global"]}
     if payload.block.tracer is not None:
         (outer if payload.block.scope == "module" else local)[payload.block.tracer] = mediator.tracer
     snapshot = Snapshot({**outer, **local})

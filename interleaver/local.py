@@ -6,6 +6,7 @@ own shapes (a transformers model keeps its batch dimension, ``[1, n, hidden]``).
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 
 from ..envoy.address import LOGITS, SAMPLES, Port, suggestion
 from ..envoy.envoy import Envoy, RootEnvoy
-from ..envoy.errors import SamplingError
+from ..envoy.errors import MisuseError, SamplingError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
 from ..tracer.prompt import tokenize
@@ -24,6 +25,9 @@ from .outcome import reply_of
 from .windows import Share
 
 _REQUEST = "local"
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while a trace runs: blocks change torch's state (`modes`), which the threads of a process share."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,15 @@ class _LocalBackend:
 
     def run(self, payload: Payload, request: object) -> tuple[Reply, object]:
         """See `tracer.backend.Backend`."""
+        with _ONE_AT_A_TIME:
+            if self._hub.mediators:
+                raise MisuseError(
+                    "a trace of this model was begun in the middle of another one (by a hook, a signal handler or "
+                    "`__del__`). The model can compute one at a time: begin it when the other `with` has ended."
+                )
+            return self._run(payload, request)
+
+    def _run(self, payload: Payload, request: object) -> tuple[Reply, object]:
         hub, model = self._hub, self._model
         device = next((parameter.device for parameter in model._module.parameters()), None)
         fresh = hub.learned is None

@@ -1,14 +1,15 @@
 """Changes to the caller's objects that will not come home.
 
-A block works on copies of what it captured. Appending to a list of the caller, or setting an attribute of an object,
-without saving it is nearly always a mistake; a `Snapshot` notices.
+A block works on copies of what it captured. Appending to a list of the caller, setting an attribute of an object, or
+calling a function that changes a variable around it, without saving it, is nearly always a mistake; a `Snapshot`
+notices.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 
 import torch
 
@@ -32,11 +33,22 @@ class Snapshot:
         """A message for each variable that was changed and is not in what was saved."""
         kept = {id(item) for entry in saved for item in _reachable(entry.value)}
         return [
-            f"`{name}` was changed in the block, but the change stays there: the block works on a copy. "
-            f"Write `{name}.save()` in the block to get it back."
+            _message(name, value)
             for name, value in self._values.items()
             if id(value) not in kept and not _same(self._before[name], _contents(value))
         ]
+
+
+def _message(name: str, value: object) -> str:
+    if isinstance(value, FunctionType):
+        return (
+            f"`{name}` changed a variable around it in the block, but the change stays there: the block works on a "
+            f"copy of the function. Have `{name}` return the value, and save that."
+        )
+    return (
+        f"`{name}` was changed in the block, but the change stays there: the block works on a copy. "
+        f"Write `{name}.save()` in the block to get it back."
+    )
 
 
 def reachable_ids(value: object) -> set[int]:
@@ -45,7 +57,9 @@ def reachable_ids(value: object) -> set[int]:
 
 
 def _mutable(value: object) -> bool:
-    if isinstance(value, type | FunctionType | ModuleType | Envoy | TracerHandle):
+    if isinstance(value, FunctionType):
+        return bool(value.__closure__)
+    if isinstance(value, type | ModuleType | Envoy | TracerHandle):
         return False
     return isinstance(value, list | dict | set | deque | bytearray | torch.Tensor) or hasattr(value, "__dict__")
 
@@ -53,11 +67,21 @@ def _mutable(value: object) -> bool:
 def _parts(value: object) -> list[object] | None:
     if isinstance(value, list | tuple | set | frozenset | deque):
         return list(value)
+    if isinstance(value, FunctionType):
+        return [item for cell in value.__closure__ or () for item in _content(cell)]
     if isinstance(value, dict):
         return [item for pair in value.items() for item in pair]
     if _mutable(value) and not isinstance(value, torch.Tensor | torch.nn.Module | bytearray):
         return [item for pair in vars(value).items() for item in pair]
     return None
+
+
+def _content(cell: CellType) -> tuple[object, ...]:
+    """What a variable of a function's surroundings holds; nothing if it is not bound."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
 
 
 def _reachable(value: object) -> list[object]:

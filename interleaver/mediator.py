@@ -1,14 +1,15 @@
 """One block running for one request.
 
 A mediator is a greenlet on the thread that runs the model. It runs until it asks for a port, a step or the end of the
-request, hands over saying which (`Waiting`), and goes on when the hub gives it what it waits for. Everything here runs on
-that thread; nothing blocks.
+request, hands over saying which (`Waiting`), and goes on when the hub gives it what it waits for. Everything here runs
+on that thread; nothing blocks.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import greenlet
 
@@ -98,7 +99,7 @@ class Mediator(active.Session):
         self._ended = False
         self._result: object = None
         self._thread = threading.get_ident()
-        self._greenlet: greenlet.greenlet | None = greenlet.greenlet(self._run)
+        self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(_padded, _PADDING, self._run))
 
     # --- the engine's side
 
@@ -148,7 +149,7 @@ class Mediator(active.Session):
             try:
                 self._greenlet.throw(greenlet.GreenletExit)
             finally:
-                self._turns.end()
+                self._turns.end(over=True)
         self._greenlet = None
         self.wait = None
 
@@ -167,12 +168,11 @@ class Mediator(active.Session):
         self.wait = None
         self._turns.begin()
         try:
-            waiting = self._greenlet.switch(value)
+            given = self._greenlet.switch(value)
+            self.wait = given if isinstance(given, Waiting) else None
         finally:
-            self._turns.end()
-        if isinstance(waiting, Waiting):
-            self.wait = waiting
-        else:
+            self._turns.end(over=self.wait is None)
+        if self.wait is None:
             self._greenlet = None
 
     def _run(self, _first: object) -> None:
@@ -193,7 +193,7 @@ class Mediator(active.Session):
     def read(self, port: Port, part: Part) -> object:
         self._go(port)
         assert self._held is not None
-        return view(self._held.value, part)
+        return self._held.value if part == "output" else view(self._held.value, part)
 
     def write(self, port: Port, part: Part, value: object) -> None:
         self._go(port)
@@ -254,3 +254,19 @@ class Mediator(active.Session):
         if isinstance(given, Exception):
             raise given
         return given
+
+
+_PADDING = 24
+"""Calls through C below a block, of about four C frames each.
+
+An error of torch walks up to 64 frames of the C stack where it is raised. Above the first frame of a greenlet there is
+whatever called it last, not what started it: a walk that gets there crashes the process. So it never gets there.
+"""
+
+
+def _padded(depth: int, run: Callable[[object], None], first: object) -> None:
+    """Call `run` with `depth` calls through C around it (`partial` is written in C)."""
+    if depth:
+        partial(_padded, depth - 1, run, first)()
+    else:
+        run(first)

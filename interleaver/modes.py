@@ -2,7 +2,8 @@
 
 Gradient mode, default dtype and the random states that it uses are the block's own: they are put aside when it hands
 over, and are back at its next turn. Modes that torch keeps on a stack (inference mode, device contexts, function and
-dispatch modes, autocast) cannot be put aside, so asking for a port inside of one is refused.
+dispatch modes, autocast) cannot be put aside, so asking for a port inside of one is refused, and those that a block
+has not left when it ends are left for it.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import numpy as np
 import torch
 
 from ..envoy.errors import MisuseError
-from .torch_compat import Stacked, set_grad_enabled, stacked_modes
-
-_GENERATOR = torch.default_generator
+from .generator import SEAT, Stream
+from .torch_compat import leave_modes, set_grad_enabled, stacked_modes
 
 
 class Turns:
     """The torch state of one block, and of the engine around it.
 
     `begin` and `end` are called by the engine's side around each turn, `check` by the block before it hands over.
+    Torch's generator stays the block's after a turn, until the hub gives it back (`SEAT.leave`).
 
     Args:
         seed: where the block's random numbers start.
@@ -34,22 +35,21 @@ class Turns:
     """
 
     def __init__(self, seed: int, printed: io.StringIO | None, uses: Collection[str] = ()) -> None:
-        generator = torch.Generator()
-        generator.manual_seed(seed)
-        self._random = generator.get_state()
+        self._random = Stream(seed)
         self._grad = torch.is_grad_enabled()
         self._dtype = torch.get_default_dtype()
         self._printed = printed
-        self._outside: tuple[torch.Tensor, bool, torch.dtype, object] | None = None
-        self._entered: Stacked | None = None
+        self._outside = (self._grad, self._dtype, sys.stdout)
+        self._entered: tuple[bool, int, int, bool] | None = None
         self._others = [_OTHERS[name](seed) for name in uses]
 
     def begin(self) -> None:
         """Put the engine's state aside and bring in the block's."""
         grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-        self._outside = (_GENERATOR.get_state(), grad, dtype, sys.stdout)
+        self._outside = (grad, dtype, sys.stdout)
         self._entered = stacked_modes()
-        _GENERATOR.set_state(self._random)
+        if SEAT.taken is not self._random:
+            SEAT.take(self._random)
         if self._grad != grad:
             set_grad_enabled(self._grad)
         if self._dtype != dtype:
@@ -59,14 +59,17 @@ class Turns:
         if self._printed is not None:
             sys.stdout = self._printed
 
-    def end(self) -> None:
-        """Put the block's state aside and bring back the engine's."""
-        assert self._outside is not None, "end() follows begin()"
-        engine, grad, dtype, stdout = self._outside
-        self._random = _GENERATOR.get_state()
+    def end(self, *, over: bool) -> None:
+        """Put the block's state aside and bring back the engine's.
+
+        Args:
+            over: the block has ended, maybe inside of a mode; one that goes on has passed `check`.
+        """
+        if over and self._entered is not None and stacked_modes() != self._entered:
+            leave_modes(*self._entered)
+        grad, dtype, stdout = self._outside
         self._grad = torch.is_grad_enabled()
         self._dtype = torch.get_default_dtype()
-        _GENERATOR.set_state(engine)
         if self._grad != grad:
             set_grad_enabled(grad)
         if self._dtype != dtype:
@@ -75,7 +78,6 @@ class Turns:
             source.swap()
         if self._printed is not None:
             sys.stdout = stdout
-        self._outside = None
 
     def check(self) -> None:
         """Refuse to hand over with a stacked mode open.
@@ -85,9 +87,9 @@ class Turns:
         """
         if stacked_modes() != self._entered:
             raise MisuseError(
-                "a port was asked for inside a torch mode (`inference_mode(...)`, `autocast`, `torch.device(...)`, ...) "
-                "that the block opened. The model would run under it, so leave it first: read the port, then open the "
-                "mode around your own computation."
+                "a port was asked for inside a torch mode (`inference_mode(...)`, `autocast`, `torch.device(...)`, "
+                "...) that the block opened. The model would run under it, so leave it first: read the port, then open "
+                "the mode around your own computation."
             )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from msgspec import structs
 
 from ..envoy.errors import SaveError
 from ..envoy.tree import Learned
 from ..tracer.backend import Reply
-from ..tracer.failure import describe
+from ..tracer.failure import Failure, describe
 from ..tracer.results import pack
+from ..tracer.tracebacks import FrameLine
 from .launch import Launched
 from .lost import reachable_ids
 from .mediator import Mediator, Saved
@@ -18,17 +20,33 @@ def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     """The reply of a block that has ended; a value that cannot be sent becomes its failure."""
     mediator = launched.mediator
     named = named_saves(mediator)
-    failure = mediator.failure
+    port = str(mediator.failed_at) if mediator.failed_at is not None else None
+    failure = None if mediator.failure is None else describe(mediator.failure, port=port, step=mediator.step)
     try:
         saves = pack(named)
     except SaveError as error:
-        saves = pack({})
-        failure = failure or error
-    port = str(mediator.failed_at) if mediator.failed_at is not None else None
-    described = None if failure is None else describe(failure, port=port, step=mediator.step)
-    reply = Reply(saves, described, _printed(launched), tuple(mediator.warnings), learned)
+        saves = pack({name: value for name, value in named.items() if _can_be_sent(value)})
+        failure = failure or _unsendable(launched, named, error)
+    reply = Reply(saves, failure, _printed(launched), tuple(mediator.warnings), learned)
     mediator.forget()
     return reply
+
+
+def _can_be_sent(value: object) -> bool:
+    try:
+        pack({"value": value})
+    except SaveError:
+        return False
+    return True
+
+
+def _unsendable(launched: Launched, named: dict[str, object], error: SaveError) -> Failure:
+    """The failure of a save, at the line that saved the value."""
+    block, mediator = launched.block, launched.mediator
+    bad = [id(value) for value in named.values() if not _can_be_sent(value)]
+    line = next((entry.line for entry in mediator.saved if id(entry.value) in bad), block.lineno)
+    text = block.source.splitlines()[line - block.lineno].strip() if line >= block.lineno else ""
+    return structs.replace(describe(error), frames=(FrameLine(block.filename, line, block.name, text),))
 
 
 def _printed(launched: Launched) -> str:
@@ -48,6 +66,8 @@ def named_saves(mediator: Mediator) -> dict[str, object]:
         for name in entry.names:
             if name in scope and scope[name] is entry.value:
                 named[name] = entry.value
+    if mediator.failure is not None:
+        return named
     held = {identity for value in named.values() for identity in reachable_ids(value)}
     for entry in mediator.saved:
         if id(entry.value) not in held:

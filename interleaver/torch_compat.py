@@ -7,11 +7,13 @@ of this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
+from torch.utils import _device
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 inference_mode = cast("Callable[[bool], AbstractContextManager[None]]", torch._C._InferenceMode)
 """As `torch.inference_mode`, which wraps this guard in a Python object of its own."""
@@ -23,23 +25,40 @@ version_of = cast("Callable[[torch.Tensor], int]", vars(torch._C.TensorBase)["_v
 """How often a tensor was changed in place; only tensors that were made outside of inference mode count it."""
 
 
-class Stacked(NamedTuple):
-    """The modes that torch keeps on stacks: whether or how many are open."""
-
-    inference: bool
-    functions: int
-    dispatches: int
-    autocast: bool
+def stacked_modes() -> tuple[bool, int, int, bool]:
+    """The modes that torch keeps on stacks: inference mode, function modes, dispatch modes, autocast."""
+    return _inference(), _functions(), _dispatches(), _autocast()
 
 
-def stacked_modes() -> Stacked:
-    """The modes that are open now."""
-    return Stacked(
-        torch.is_inference_mode_enabled(),
-        torch._C._len_torch_function_stack(),
-        torch._C._len_torch_dispatch_stack(),
-        torch._C._is_any_autocast_enabled(),
-    )
+def leave_modes(inference: bool, functions: int, dispatches: int, autocast: bool) -> None:
+    """Bring `stacked_modes` back to what it was, by leaving what was entered since."""
+    while torch._C._len_torch_dispatch_stack() > dispatches:
+        mode: Any = _get_current_dispatch_mode_stack()[-1]
+        mode.__exit__(None, None, None)
+    while torch._C._len_torch_function_stack() > functions:
+        mode = torch._C._pop_torch_function_stack()
+        if isinstance(mode, _device.DeviceContext) and hasattr(mode, "old_device"):  # `torch.set_default_device`
+            _device.CURRENT_DEVICE = mode.old_device
+            vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
+    if _autocast() and not autocast:
+        for device in ("cpu", "cuda"):
+            torch.set_autocast_enabled(device, False)
+        while torch.autocast_decrement_nesting() > 0:
+            pass
+        torch.clear_autocast_cache()
+    if _inference() != inference:
+        guard = inference_mode(inference)
+        guard.__enter__()
+        _guards.append(guard)
+
+
+_guards: list[AbstractContextManager[None]] = []
+"""Kept for good: a guard of inference mode that goes away puts back what there was before it."""
+
+_inference = torch.is_inference_mode_enabled
+_functions = torch._C._len_torch_function_stack
+_dispatches = torch._C._len_torch_dispatch_stack
+_autocast = torch._C._is_any_autocast_enabled
 
 
 def hook_input(module: torch.nn.Module, key: Any, hook: Callable[..., object]) -> None:
@@ -53,12 +72,12 @@ def hook_output(module: torch.nn.Module, key: Any, hook: Callable[..., object]) 
     module._forward_hooks[key] = hook
 
 
-def unhook(module: torch.nn.Module, key: Any) -> None:
-    """Take off what the two functions above have put on."""
-    tables: tuple[MutableMapping[Any, Any], ...] = (
-        module._forward_pre_hooks,
-        module._forward_pre_hooks_with_kwargs,
-        module._forward_hooks,
-    )
-    for table in tables:
-        table.pop(key, None)
+def unhook_input(module: torch.nn.Module, key: Any) -> None:
+    """Take off what `hook_input` has put on."""
+    module._forward_pre_hooks.pop(key, None)
+    module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def unhook_output(module: torch.nn.Module, key: Any) -> None:
+    """Take off what `hook_output` has put on."""
+    module._forward_hooks.pop(key, None)

@@ -43,13 +43,16 @@ def tensors_of(value: object) -> Leaves:
     if isinstance(value, torch.Tensor):
         return [value]
     found: Leaves = []
+    map_tensors(value, _noted_in(found))
+    return found
 
+
+def _noted_in(found: Leaves) -> Callable[[torch.Tensor], torch.Tensor]:
     def note(tensor: torch.Tensor) -> torch.Tensor:
         found.append(tensor)
         return tensor
 
-    map_tensors(value, note)
-    return found
+    return note
 
 
 def row_dim(tensor: torch.Tensor, window: Window, where: Port) -> int:
@@ -96,7 +99,7 @@ def put_rows(value: object, changes: list[torch.Tensor | None], window: Window |
         where: the port, for messages.
     """
     if isinstance(value, torch.Tensor) and window is None and changes[0] is not None:
-        return changes[0].clone()
+        return _like(changes[0], value)
     remaining = iter(changes)
 
     def put(tensor: torch.Tensor) -> torch.Tensor:
@@ -104,12 +107,17 @@ def put_rows(value: object, changes: list[torch.Tensor | None], window: Window |
         if change is None:
             return tensor
         if window is None or change.shape == tensor.shape:
-            return change.clone()
+            return _like(change, tensor)
         whole = tensor.clone()
         whole.narrow(row_dim(tensor, window, where), window.start, window.length).copy_(change)
         return whole
 
     return map_tensors(value, put)
+
+
+def _like(change: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of `change`, laid out in memory as `tensor` is: kernels rely on that, and do not all look."""
+    return change.clone() if change.stride() == tensor.stride() else torch.empty_like(tensor).copy_(change)
 
 
 class Held:
@@ -118,14 +126,25 @@ class Held:
     Attributes:
         value: the copy, or what was assigned in its place.
         limit: for token ids, the size of the vocabulary.
+
+    Edits go back by their place in the structure. The block may change lists and dicts of its copy, so how these were
+    is kept.
     """
 
     def __init__(self, value: object, limit: int | None = None) -> None:
         self.value = value
         self.limit = limit
-        self._originals = tensors_of(value)
-        self._forms = [(tensor.shape, tensor.dtype) for tensor in self._originals]
-        self._versions = [version_of(tensor) for tensor in self._originals]
+        self._tensor = value if isinstance(value, torch.Tensor) else None
+        if self._tensor is not None:  # the usual case, written out because it is quick
+            self._originals, self._containers = [self._tensor], None
+            self._versions = [version_of(self._tensor)]
+            self._forms = [(self._tensor.shape, self._tensor.dtype)]
+        else:
+            self._originals = []
+            containers = map_tensors(value, _noted_in(self._originals))
+            self._containers = containers if _can_change(containers) else None
+            self._versions = [version_of(tensor) for tensor in self._originals]
+            self._forms = [_form(tensor) for tensor in self._originals]
 
     def assign(self, value: object, where: str) -> None:
         """Put `value` in place of the copy.
@@ -142,27 +161,40 @@ class Held:
         Raises:
             WriteError: the containers of the copy no longer fit what the model works on.
         """
+        if self._untouched():
+            return
         now = tensors_of(self.value)
-        if [(tensor.shape, tensor.dtype) for tensor in now] != self._forms:
+        if [_form(tensor) for tensor in now] != self._forms:
             raise WriteError(
                 "what a port holds was changed in a way that the model cannot go on with: it had tensors "
-                f"{[_form(*form) for form in self._forms]} and has {[describe(tensor) for tensor in now]}."
+                f"{[_named(*form) for form in self._forms]} and has {[describe(tensor) for tensor in now]}."
             )
+        if self._containers is not None:
+            _fit(self._containers, self.value, "what the port holds")
         if self.limit is not None and any(bool(((t < 0) | (t >= self.limit)).any()) for t in now):
             raise WriteError(f"`model.samples` takes token ids from 0 to {self.limit - 1}.")
 
     def changes(self) -> list[torch.Tensor | None] | None:
         """One entry per tensor, None for the untouched ones; None if nothing was touched."""
+        if self._untouched():
+            return None
         now = tensors_of(self.value)
-        if len(now) == 1:
-            (tensor,) = now
-            touched = tensor is not self._originals[0] or version_of(tensor) != self._versions[0]
-            return [tensor] if touched else None
+        if self._tensor is not None:
+            return [*now]
         changed = [
             tensor if tensor is not original or version_of(tensor) != version else None
             for tensor, original, version in zip(now, self._originals, self._versions, strict=True)
         ]
         return changed if any(tensor is not None for tensor in changed) else None
+
+    def _untouched(self) -> bool:
+        """Whether it is one tensor and was only read: the usual case, told apart quickly."""
+        return self.value is self._tensor and self._tensor is not None and version_of(self._tensor) == self._versions[0]
+
+
+def _can_change(value: object) -> bool:
+    """Whether a structure has lists or dicts in it."""
+    return isinstance(value, list | dict) or (isinstance(value, tuple) and any(map(_can_change, value)))
 
 
 def _fit(expected: object, given: object, where: str) -> None:
@@ -179,6 +211,7 @@ def _fit(expected: object, given: object, where: str) -> None:
                 ("shape", expected.shape, given.shape),
                 ("dtype", expected.dtype, given.dtype),
                 ("device", expected.device, given.device),
+                ("layout", expected.layout, given.layout),
             )
             if a != b
         ]
@@ -196,7 +229,8 @@ def _fit(expected: object, given: object, where: str) -> None:
         return
     if isinstance(expected, dict):
         if not isinstance(given, dict) or list(given) != list(expected):
-            raise WriteError(f"{where} takes a dict with the keys {list(expected)}, and got {_kind(given)}.")
+            got = f"the keys {list(given)}" if isinstance(given, dict) else _kind(given)
+            raise WriteError(f"{where} takes a dict with the keys {list(expected)}, in this order, and got {got}.")
         for key, one in expected.items():
             _fit(one, given[key], f"{where}[{key!r}]")
         return
@@ -207,10 +241,14 @@ def _fit(expected: object, given: object, where: str) -> None:
 def describe(tensor: torch.Tensor) -> str:
     """``float32 [5, 576]``, with the device unless it is the CPU."""
     device = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
-    return _form(tensor.shape, tensor.dtype) + device
+    return _named(*_form(tensor)) + device
 
 
-def _form(shape: torch.Size, dtype: torch.dtype) -> str:
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _named(shape: torch.Size, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TypeAlias, cast
 
 import torch
@@ -10,6 +11,8 @@ from ..envoy.errors import WriteError
 
 Part: TypeAlias = str
 Inputs: TypeAlias = "tuple[tuple[object, ...], dict[str, object]]"
+
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8})
 
 
 def view(value: object, part: Part) -> object:
@@ -49,9 +52,17 @@ def _main_argument(args: tuple[object, ...], kwargs: dict[str, object]) -> int |
 
 
 def _as_samples(current: torch.Tensor, given: object) -> object:
-    """An int, or an integer tensor of one element, as a sampled token id."""
-    if isinstance(given, int) and not isinstance(given, bool):
-        return torch.full_like(current, given)
-    if isinstance(given, torch.Tensor) and given.numel() == 1 and not given.is_floating_point():
-        return given.to(current.device, current.dtype).reshape(current.shape)
-    return given
+    """A whole number, or an integer tensor of one element, as a sampled token id; anything else stays as it is."""
+    if isinstance(given, bool):
+        return given
+    if isinstance(given, torch.Tensor):
+        if given.numel() != 1 or given.dtype not in _INTEGERS:
+            return given
+        given = given.item()
+    try:
+        token = operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        return given
+    if abs(token) > torch.iinfo(current.dtype).max:
+        raise WriteError(f"`model.samples` takes token ids, and {token} is none.")
+    return torch.full_like(current, token)

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from quiet import quiet
+
 ROOT = Path(__file__).resolve().parent.parent
 TIMEOUT = 900
 """Seconds that one cell may take; the first of a notebook starts an engine."""
@@ -46,8 +48,15 @@ def execute(path: Path) -> Any:
 
 
 def write(notebook: Any, path: Path) -> None:
-    """Writes an executed notebook without what differs from run to run: kernel versions and stray metadata."""
+    """Writes an executed notebook without what differs from run to run or from machine to machine.
+
+    That is kernel versions, stray metadata, and stderr, where progress is shown.
+    """
     import nbformat
+
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
 
     notebook.metadata = nbformat.NotebookNode(
         kernelspec={"display_name": "Python 3", "language": "python", "name": "python3"},
@@ -59,6 +68,7 @@ def write(notebook: Any, path: Path) -> None:
 def main(arguments: Iterable[str]) -> int:
     from rich.console import Console
 
+    quiet()  # the kernels inherit it
     console = Console()
     paths = [Path(argument).resolve() for argument in arguments] or notebooks()
     if not paths:

@@ -6,6 +6,7 @@ the model starts it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from itertools import count
 from typing import TypeAlias
@@ -35,11 +36,11 @@ class StepRange:
 
     def __init__(self, key: Key) -> None:
         self._key = key
-        self._steps, self._total = _steps(key)
+        self._total = _steps(key)[1]
 
     def __iter__(self) -> Iterator[int]:
         session = active.session("`tracer.iter`")
-        for ran, step in enumerate(self._steps):
+        for ran, step in enumerate(_steps(self._key)[0]):
             if not session.advance(step):
                 if self._total is not None:
                     session.warn(
@@ -53,23 +54,39 @@ class StepRange:
 def _steps(key: Key) -> tuple[Iterable[int], int | None]:
     """The steps that a key selects, and how many they are (None: open)."""
     if isinstance(key, slice):
-        start = 0 if key.start is None else key.start
-        stride = 1 if key.step is None else key.step
-        if start < 0 or stride < 1 or (key.stop is not None and key.stop < 0):
+        start = 0 if key.start is None else _whole(key.start, key)
+        stride = 1 if key.step is None else _whole(key.step, key)
+        stop = None if key.stop is None else _whole(key.stop, key)
+        if start < 0 or stride < 1 or (stop is not None and stop < 0):
             raise StepError(
                 f"`tracer.iter[{_shown(key)}]`: steps are counted from 0 forwards, since the number of steps is not "
                 "known before the request ends."
             )
-        if key.stop is None:
+        if stop is None:
             return count(start, stride), None
-        bounded = range(start, key.stop, stride)
+        bounded = range(start, stop, stride)
         return bounded, len(bounded)
-    wanted = [key] if isinstance(key, int) else list(key)
+    listed = key if isinstance(key, list | tuple | range) else [key]
+    wanted = [_whole(step, key) for step in listed]
     if any(step < 0 for step in wanted):
-        raise StepError(f"`tracer.iter[{_shown(key)}]`: a step is a whole number from 0 on.")
+        raise _no_step(key)
     if sorted(set(wanted)) != wanted:
         raise StepError(f"`tracer.iter[{_shown(key)}]`: list the steps once each, in increasing order.")
     return wanted, len(wanted)
+
+
+def _whole(step: object, key: Key) -> int:
+    """A step as an int, also if it is an integer of numpy or torch."""
+    if isinstance(step, bool):
+        raise _no_step(key)
+    try:
+        return operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise _no_step(key) from None
+
+
+def _no_step(key: Key) -> StepError:
+    return StepError(f"`tracer.iter[{_shown(key)}]`: a step is a whole number from 0 on.")
 
 
 def _shown(key: Key) -> str:

@@ -49,6 +49,8 @@ def _refused(node: ast.AST, in_loop: bool) -> tuple[str, str] | None:
             return "`yield`", "save the values and yield them after the `with`."
         case ast.Await():
             return "`await`", "await before the `with` and use the result in it."
+        case ast.With(items=items) if any(_is_trace(item.context_expr) for item in items):
+            return "a trace inside of another one", "end this `with`, and begin the other one after it."
         case ast.AsyncWith():
             return "`async with`", "enter it around the trace."
         case ast.AsyncFor():

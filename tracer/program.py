@@ -245,6 +245,8 @@ class _Rewrite(ast.NodeTransformer):
         self.generic_visit(node)
         if saved is None:
             return node
+        if isinstance(saved, ast.NamedExpr):
+            saved = saved.target
         assert isinstance(node.func, ast.Attribute), "_saved has looked"
         names = self._names.pop(id(node), (saved.id,) if isinstance(saved, ast.Name) else ())
         mangled: list[ast.expr] = [ast.Constant(mangle(name, self._owner)) for name in names]

@@ -81,7 +81,11 @@ class Trace:
             return False
         if error is not None:
             error.__traceback__ = None
-        reply, result = self._backend.run(self._payload, self._request)
+        try:
+            reply, result = self._backend.run(self._payload, self._request)
+        except BaseException as raised:
+            _leave_out(error, raised)
+            raise
         self._come_home(reply, result, frame, self._site)
         return True
 
@@ -117,6 +121,15 @@ class Trace:
 def _imported_random(source: str) -> set[str]:
     """Random sources that the block itself imports."""
     return {name for name in ("random", "numpy") if re.search(rf"\b(import|from)\s+{name}\b", source)}
+
+
+def _leave_out(skip: BaseException | None, raised: BaseException) -> None:
+    """Take the exception that skipped the body out of what `raised` came from."""
+    while skip is not None and raised.__context__ is not None:
+        if raised.__context__ is skip:
+            raised.__context__ = skip.__context__
+            return
+        raised = raised.__context__
 
 
 def _raise(error: BaseException, saves: dict[str, object]) -> NoReturn:

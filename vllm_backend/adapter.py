@@ -6,7 +6,8 @@ a V2 runner needs the same two things.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ class RunnerAdapter(Protocol):
         """Traced requests that enter with this engine step: id and encoded payload."""
         ...
 
-    def leaving(self, scheduled: Any) -> Set[str]:
+    def leaving(self, scheduled: Any) -> AbstractSet[str]:
         """Requests that give their key-value blocks back with this engine step: finished or preempted."""
         ...
 

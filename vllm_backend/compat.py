@@ -13,6 +13,7 @@ from vllm.distributed import (
     initialize_model_parallel,
 )
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as ROTARY_EMBEDDINGS
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -36,6 +37,7 @@ __all__ = [
     "SamplerOutput",
     "Scheduler",
     "SchedulerOutput",
+    "VLLMValidationError",
     "VllmConfig",
     "WorkerWrapperBase",
     "destroy_distributed_environment",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 import weakref
@@ -14,8 +15,9 @@ from typing import Any
 from rich.console import Console
 from vllm import LLM, RequestOutput, SamplingParams
 
-from ..envoy.errors import EngineClosedError, EngineDiedError
+from ..envoy.errors import EngineClosedError, EngineDiedError, MisuseError
 from .compat import EngineDeadError
+from .watch import watch
 
 _SHUTDOWN_SECONDS = 60.0
 """How long an engine's processes have to end before they are killed; a killed one leaves shared memory behind."""
@@ -37,6 +39,8 @@ class Engine:
         self._llm: LLM | None = None
         self._closed = False
         self._lock = threading.RLock()
+        self._in_use = False
+        self._process = os.getpid()
         reference: weakref.ref[Engine] = weakref.ref(self)
         atexit.register(_close_at_exit, reference)
 
@@ -51,6 +55,11 @@ class Engine:
             raise EngineClosedError(
                 f"the engine of {self._model} was closed. Make a new `VLLM(...)` to start another one."
             )
+        if self._process != os.getpid():
+            raise EngineClosedError(
+                f"the engine of {self._model} belongs to process {self._process}, which this one was forked from, and "
+                "answers to that one only. Make a new `VLLM(...)` in this process, or start it with `spawn`."
+            )
 
     def start(self) -> LLM:
         """The running engine, started if need be (with a line on stderr, since it takes its time).
@@ -61,10 +70,11 @@ class Engine:
         with self._lock:
             self.check_open()
             if self._llm is None:
-                console = Console(stderr=True)
+                console = Console(stderr=True, force_jupyter=False)
                 began = monotonic()
                 with console.status(f"invivo: starting a vLLM engine for {self._model} ..."), main_not_imported():
                     self._llm = LLM(self._model, **self._arguments)
+                watch(self._llm.llm_engine.engine_core)
                 console.print(
                     f"invivo: engine for {self._model} ready after {monotonic() - began:.0f} s", highlight=False
                 )
@@ -76,7 +86,7 @@ class Engine:
         Raises:
             EngineDiedError: the engine's process is gone.
         """
-        with self._lock, _alive():
+        with self._used(), _alive():
             llm = self.start()
             ids = llm.enqueue([prompt], [params], use_tqdm=False)
             try:
@@ -94,11 +104,28 @@ class Engine:
         Raises:
             EngineDiedError: the engine's process is gone.
         """
-        with self._lock, _alive():
+        with self._used(), _alive():
             return self.start().collective_rpc(method, args=args)[0]
 
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Keep the engine to this thread, and to one use: a signal handler may come in the middle of one."""
+        with self._lock:
+            if self._in_use:
+                raise MisuseError(
+                    "the engine was asked for something in the middle of a trace of the same thread (by a signal "
+                    "handler or `__del__`). Ask when the `with` has ended."
+                )
+            self._in_use = True
+            try:
+                yield
+            finally:
+                self._in_use = False
+
     def close(self) -> None:
-        """Shut the engine down; no process stays behind."""
+        """Shut the engine down; no process stays behind. In a process that was forked off, it is left as it is."""
+        if self._process != os.getpid():
+            return
         with self._lock:
             self._closed = True
             llm, self._llm = self._llm, None

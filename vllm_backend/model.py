@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -110,8 +111,9 @@ class VLLM(RootEnvoy):
         self.close()
 
     def _tokenizer_for(self, prompt: object) -> Any:
-        plain = not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt or ())  # type: ignore[attr-defined]
-        return None if plain else self.tokenizer
+        """The tokenizer where the prompt needs it: loading one takes a moment, and token ids do without."""
+        messages = isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt)
+        return self.tokenizer if messages or isinstance(prompt, str) else None
 
     def _check_length(self, prompt: Prompt) -> None:
         count, longest = len(prompt.token_ids), int(self._model_config.max_model_len)

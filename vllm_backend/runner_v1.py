@@ -6,7 +6,8 @@ second call, samples from the logits. Warm-up and profiling runs do not come thr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,7 +95,7 @@ class AdapterV1:
             if new.sampling_params is not None and KEY in (extra := new.sampling_params.extra_args or {})
         ]
 
-    def leaving(self, scheduled: SchedulerOutput) -> Set[str]:
+    def leaving(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
         """See `RunnerAdapter`."""
         return scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
 
@@ -104,7 +105,8 @@ class AdapterV1:
         if runner.device.type != "cpu" and not hasattr(runner, "_kv_block_zeroer"):
             runner._init_kv_zero_meta()
         if request_id in runner.requests:
-            runner._zero_block_ids(sorted({block for group in runner.requests[request_id].block_ids for block in group}))
+            groups = runner.requests[request_id].block_ids
+            runner._zero_block_ids(sorted({block for group in groups for block in group}))
 
     def shares(self, padded: int) -> Mapping[str, Share]:
         """See `RunnerAdapter`; the order is that of the batch, not that of the scheduler's output."""

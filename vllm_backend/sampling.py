@@ -10,6 +10,7 @@ from vllm import SamplingParams
 
 from ..envoy.address import suggestion
 from ..envoy.errors import SamplingError, UnsupportedError
+from .compat import VLLMValidationError
 from .settings import KEY
 
 
@@ -37,7 +38,7 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
                 raise SamplingError(f"unknown sampling argument `{name}`.{suggestion(name, _known())}")
         try:
             params = SamplingParams(**given)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, VLLMValidationError) as error:
             raise SamplingError(f"vLLM refuses these sampling arguments: {error}") from error
     if params.n != 1:
         raise UnsupportedError(f"n={params.n}: a trace is one request; trace once per sample.")

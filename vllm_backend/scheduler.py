@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .compat import ModelRunnerOutput, Request, RequestStatus, Scheduler, SchedulerOutput
+from .orphan import follow_parent
 from .settings import ENDED
 
 STOP_REASON = "invivo"
@@ -18,6 +19,10 @@ class TraceScheduler(Scheduler):
     """See the module."""
 
     _ended: frozenset[str] = frozenset()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        follow_parent()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

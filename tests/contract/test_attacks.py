@@ -1,0 +1,303 @@
+"""Inputs that were found by attacking the library, each with what it must do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from invivo import VLLM, CaptureError, Local, MisuseError, StepError, WriteError
+from support.contract import PROMPT, assert_serves, first, same, tokens
+
+
+class Keywords(torch.nn.Module):
+    """Takes its arguments by name; their order and the number among them matter."""
+
+    def forward(self, *, one: torch.Tensor, other: torch.Tensor, factor: int) -> torch.Tensor:
+        return one - factor * other
+
+
+class Toy(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.named = Keywords()
+        self.last = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        out: torch.Tensor = self.last(self.named(one=x, other=2 * x, factor=3))
+        return out
+
+
+@pytest.fixture
+def toy() -> Any:
+    torch.manual_seed(7)
+    return Local(Toy())
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in column-major order."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def test_a_value_of_another_memory_layout(model: Any) -> None:
+    """Kernels take the strides of what vLLM makes for granted, and its engine died of others."""
+    with model.trace(PROMPT, max_tokens=1, temperature=0):
+        plain = model.logits.save()
+    mlp, attention = model.model.layers[3].mlp, model.model.layers[4].self_attn.o_proj
+    with model.trace(PROMPT, max_tokens=1, temperature=0):
+        mlp.output = transposed(mlp.output)
+        attention.input = transposed(attention.input)
+        again = model.logits.save()
+    assert same(again, plain)
+    assert_serves(model)
+
+
+def test_a_sparse_value_is_refused(model: Any) -> None:
+    with pytest.raises(WriteError, match="the layout must be the same"):
+        with model.trace(PROMPT, max_tokens=1, temperature=0):
+            model.model.layers[3].mlp.output = first(model.model.layers[3].mlp.output).to_sparse()
+    assert_serves(model)
+
+
+@pytest.mark.parametrize("token", [2**32 + 5, 2**40, -(2**40), 10**30, torch.tensor([2**32 + 5])])
+def test_a_sample_that_does_not_fit_its_type_is_refused(smollm2: Any, token: Any) -> None:
+    model = smollm2
+    with pytest.raises((WriteError, RuntimeError, OverflowError)):
+        with model.trace(PROMPT, max_tokens=1, temperature=0):
+            model.samples = token
+    assert_serves(model)
+
+
+@pytest.mark.parametrize("token", [torch.tensor(3 + 1j), torch.tensor(True), torch.tensor(3.0), True, 3.0, "3", None])
+def test_a_sample_that_is_no_whole_number_is_refused(model: Any, token: Any) -> None:
+    with pytest.raises(WriteError):
+        with model.trace(PROMPT, max_tokens=1, temperature=0):
+            model.samples = token
+    assert_serves(model)
+
+
+def test_a_sample_as_a_number_of_numpy(model: Any) -> None:
+    token = np.int64(1234)
+    with model.trace(PROMPT, max_tokens=1, temperature=0) as tracer:
+        model.samples = token
+    assert tokens(tracer) == [1234]
+
+
+def test_arguments_in_another_order_are_refused(toy: Any) -> None:
+    """Edits go back by place: the two tensors changed places, silently."""
+    with pytest.raises(WriteError, match=r"keys \['one', 'other', 'factor'\], in this order"):
+        with toy.trace(torch.ones(2, 4)):
+            arguments = toy.named.inputs[1]
+            arguments["one"] = arguments.pop("one")
+            arguments["one"][:] = 1
+            toy.last.output
+
+
+def test_arguments_that_are_no_tensors_cannot_be_changed(toy: Any) -> None:
+    with pytest.raises(WriteError, match="holds 3, which is not a tensor and cannot be replaced"):
+        with toy.trace(torch.ones(2, 4)):
+            toy.named.inputs[1]["factor"] = 5
+            toy.last.output
+
+
+def test_arguments_of_the_same_order_are_edited(toy: Any) -> None:
+    with toy.trace(torch.ones(2, 4)):
+        arguments = toy.named.inputs[1]
+        arguments["one"] = torch.zeros(2, 4)
+        arguments["other"][:] = 1
+        out = toy.named.output.save()
+    assert torch.equal(out, torch.full((2, 4), -3.0))
+
+
+@pytest.mark.parametrize("key", [True, [False], 1.0, slice(0.5, None), slice(True), None, ..., "1", torch.tensor(0.5)])
+def test_keys_that_are_no_whole_numbers(toy: Any, key: Any) -> None:
+    with pytest.raises(StepError, match="a step is a whole number from 0 on"):
+        with toy.trace(torch.ones(2, 4)) as tracer:
+            for _ in tracer.iter[key]:
+                pass
+    toy.check_integrity()
+
+
+@pytest.mark.parametrize("key", [np.int64(0), torch.tensor(0), [np.int32(0)], slice(np.int64(0), np.int64(1))])
+def test_keys_that_are_integers_of_numpy_and_torch(toy: Any, key: Any) -> None:
+    with toy.trace(torch.ones(2, 4)) as tracer:
+        steps = list(tracer.iter[key]).save()
+    assert [(type(step), step) for step in steps] == [(int, 0)]
+
+
+def test_a_loop_over_the_same_steps_twice(model: Any) -> None:
+    """The second loop begins anew, so it says that its first step has passed."""
+    with pytest.raises(StepError, match="step 0 has passed"):
+        with model.trace(PROMPT, max_tokens=4, temperature=0, ignore_eos=True) as tracer:
+            steps = tracer.iter[:]
+            for step in steps:
+                if step == 1:
+                    break
+            for step in steps:
+                pass
+
+
+def test_modules_are_equal_by_address(toy: Any) -> None:
+    other: Any = Local(Toy())
+    assert toy.first == toy.first
+    assert toy.first != toy.last
+    assert toy.first != other.first
+    assert toy.first in [toy.last, toy.first]
+    assert {toy.first: 1}[toy.first] == 1
+    with toy.trace(torch.ones(2, 4)):
+        seen = [layer == toy.last for layer in (toy.first, toy.last)].save()
+    assert seen == [False, True]
+
+
+def test_threads_that_trace_and_use_the_same_module() -> None:
+    module = Toy()
+    model: Any = Local(module)
+    wrong: list[object] = []
+
+    def work(number: int) -> None:
+        x = torch.full((3, 4), float(number))
+        for _ in range(10):
+            try:
+                with model.trace(x):
+                    noise = torch.rand(1).save()
+                    inner = model.first.output.save()
+                    out = model.last.output.save()
+                with torch.no_grad():
+                    right = torch.equal(out, module(x)) and torch.equal(inner, module.first(x))
+                if not right or noise != expected:
+                    wrong.append(number)
+            except BaseException as error:
+                wrong.append(error)
+
+    with model.trace(torch.ones(1, 4)):
+        expected = torch.rand(1).save()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    model.check_integrity()
+
+
+def test_a_trace_in_the_middle_of_another_one_of_the_same_model() -> None:
+    module = Toy()
+    model: Any = Local(module)
+    x = torch.ones(2, 4)
+
+    def hook(*_: object) -> None:
+        with model.trace(x):
+            model.first.output.save()
+
+    handle = module.first.register_forward_hook(hook)
+    with pytest.raises(MisuseError, match="begun in the middle of another one"):
+        with model.trace(x):
+            model.last.output
+    handle.remove()
+    model.check_integrity()
+    with model.trace(x):
+        out = model.last.output.save()
+    with torch.no_grad():
+        assert torch.equal(out, module(x))
+
+
+def interrupted(do: Callable[[], object], seconds: float) -> list[BaseException]:
+    """Have a signal handler call `do` after some time; errors that it raised come in the list."""
+    raised: list[BaseException] = []
+
+    def handler(*_: object) -> None:
+        try:
+            do()
+        except BaseException as error:
+            raised.append(error)
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    return raised
+
+
+def test_a_trace_in_a_signal_handler(smollm2: Any) -> None:
+    """It took the output of the trace that it interrupted, which then waited for ever."""
+    model = smollm2
+
+    def trace() -> None:
+        with model.trace(PROMPT, max_tokens=1, temperature=0):
+            model.logits.save()
+
+    before = signal.getsignal(signal.SIGALRM)
+    try:
+        raised = interrupted(trace, 0.3)
+        with model.trace(PROMPT, max_tokens=30, temperature=0, ignore_eos=True) as tracer:
+            import time
+
+            for _ in tracer.iter[:]:
+                time.sleep(0.03)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    (error,) = raised
+    assert isinstance(error, MisuseError)
+    assert "in the middle of a trace of the same thread" in str(error)
+    assert len(tokens(tracer)) == 30
+    assert_serves(model)
+
+
+def test_traces_within_traces_are_refused(toy: Any) -> None:
+    x = torch.ones(2, 4)
+    with pytest.raises(CaptureError, match="a trace inside of another one"):
+        with toy.trace(x):
+            toy.first.output
+            with toy.trace(x):
+                toy.last.output
+
+
+@pytest.mark.engine
+def test_a_forked_process_leaves_the_engine_alone(smollm2: VLLM, tmp_path: Path) -> None:
+    model, report = smollm2, tmp_path / "report"
+    model.dispatch()
+    child = os.fork()
+    if child == 0:
+        try:
+            with model.trace(PROMPT, max_tokens=1):
+                pass
+        except BaseException as error:
+            report.write_text(f"{type(error).__name__}: {error}")
+        model.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "EngineClosedError: the engine of" in report.read_text()
+    assert f"belongs to process {os.getpid()}" in report.read_text()
+    assert_serves(model)
+
+
+@pytest.mark.engine
+def test_what_skips_the_body_is_in_no_error_of_the_engine(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = smollm2
+
+    def fails(*_: object) -> None:
+        raise OSError("the engine is away")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="is away") as caught:
+        patch.setattr(model._engine, "generate", fails)
+        try:
+            raise ValueError("around it")
+        except ValueError:
+            with model.trace(PROMPT, max_tokens=1):
+                pass
+    assert isinstance(caught.value.__context__, ValueError)
+    assert_serves(model)
+
+
+def test_a_named_expression_is_saved_under_its_name(toy: Any) -> None:
+    with toy.trace(torch.ones(2, 4)):
+        (size := toy.first.output.shape).save()
+    assert size == (2, 4)

@@ -1,0 +1,29 @@
+"""An engine's process ends with the process that started it, even if that one was killed.
+
+vLLM's workers notice that their engine is gone, but its engine waits for requests for ever when nobody is left to send
+any. Here it waits for the end of its parent too.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from multiprocessing import current_process, parent_process
+
+_SECONDS = 30.0
+
+
+def follow_parent() -> None:
+    """Have this process end with its parent, if it is one that vLLM started to run an engine in."""
+    if parent_process() is not None and current_process().name.startswith("EngineCore"):
+        threading.Thread(target=_end_with_parent, name="invivo-parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None, "asked before"
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)  # vLLM's handler shuts the workers down
+    threading.Event().wait(_SECONDS)
+    os._exit(1)
