@@ -256,7 +256,8 @@ class Hub:
             problem = error
             self._turn(mediator, lambda: mediator.fail(problem))
             return None
-        held = Held(copy, self._vocabulary if port.kind == SAMPLES else None)
+        sample = port.kind == SAMPLES
+        held = Held(copy, self._vocabulary if sample else None, mediator.fixed_samples if sample else None)
         mediator.at_port(port, held)
         self._went_on(mediator)
         if mediator.failure is not None:

@@ -76,6 +76,7 @@ class Mediator(active.Session):
         scope: variables of the block at its end.
         saved: what it saved, in order.
         warnings: message and line of each warning.
+        fixed_samples: why the request's samples cannot be written; None if they can.
     """
 
     def __init__(self, tree: ModuleTree, turns: Turns, body: Callable[[Mediator], dict[str, object]]) -> None:
@@ -90,6 +91,7 @@ class Mediator(active.Session):
         self.scope: dict[str, object] = {}
         self.saved: list[Saved] = []
         self.warnings: list[tuple[str, int]] = []
+        self.fixed_samples: str | None = None
         self.line: Callable[[], int] = lambda: 0
         self.passed: Callable[[Port], str | None] = lambda port: None
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None

@@ -10,6 +10,7 @@ costs no write.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -28,13 +29,17 @@ def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -
         return change(value)
     if isinstance(value, tuple):
         items = [map_tensors(item, change) for item in value]
-        make: Callable[..., object] | None = getattr(value, "_make", None)  # of a named tuple
-        return tuple(items) if make is None else make(items)
+        make: Callable[..., object] = getattr(value, "_make", tuple)  # of a named tuple
+        return type(value)(items) if hasattr(value, "n_sequence_fields") else make(items)  # torch.return_types
     if isinstance(value, list):
         return [map_tensors(item, change) for item in value]
     if isinstance(value, dict):
         items_by_key = {key: map_tensors(item, change) for key, item in value.items()}
-        return items_by_key if type(value) is dict else type(value)(**items_by_key)
+        if hasattr(value, "to_tuple"):  # a transformers ModelOutput
+            return type(value)(**items_by_key)
+        same = copy.copy(value)
+        same.update(items_by_key)
+        return same
     return value
 
 
@@ -126,14 +131,16 @@ class Held:
     Attributes:
         value: the copy, or what was assigned in its place.
         limit: for token ids, the size of the vocabulary.
+        fixed: why the value cannot be changed; None if it can.
 
     Edits go back by their place in the structure. The block may change lists and dicts of its copy, so how these were
     is kept.
     """
 
-    def __init__(self, value: object, limit: int | None = None) -> None:
+    def __init__(self, value: object, limit: int | None = None, fixed: str | None = None) -> None:
         self.value = value
         self.limit = limit
+        self.fixed = fixed
         self._tensor = value if isinstance(value, torch.Tensor) else None
         if self._tensor is not None:  # the usual case, written out because it is quick
             self._originals, self._containers = [self._tensor], None
@@ -152,6 +159,8 @@ class Held:
         Raises:
             WriteError: it has another structure, shape, dtype or device.
         """
+        if self.fixed is not None:
+            raise WriteError(self.fixed)
         _fit(self.value, value, where)
         self.value = value
 
@@ -163,6 +172,8 @@ class Held:
         """
         if self._untouched():
             return
+        if self.fixed is not None:
+            raise WriteError(self.fixed)
         now = tensors_of(self.value)
         if [_form(tensor) for tensor in now] != self._forms:
             raise WriteError(

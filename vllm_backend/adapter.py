@@ -8,18 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..interleaver.windows import Share
 
 
+class NewRequest(NamedTuple):
+    """A traced request that enters.
+
+    Attributes:
+        request_id: the engine's id of it.
+        payload: the encoded `Payload`.
+        logprobs: the caller asked for log-probabilities of what is sampled.
+    """
+
+    request_id: str
+    payload: bytes
+    logprobs: bool
+
+
 class RunnerAdapter(Protocol):
     """One runner's answers."""
 
-    def new_requests(self, scheduled: Any) -> Sequence[tuple[str, bytes]]:
-        """Traced requests that enter with this engine step: id and encoded payload."""
+    def new_requests(self, scheduled: Any) -> Sequence[NewRequest]:
+        """Traced requests that enter with this engine step."""
         ...
 
     def leaving(self, scheduled: Any) -> AbstractSet[str]:

@@ -88,6 +88,11 @@ class Engine:
         """
         with self._used(), _alive():
             llm = self.start()
+            if llm.llm_engine.has_unfinished_requests():
+                raise MisuseError(
+                    "the engine has requests that were enqueued and not waited for; they would finish during the "
+                    "trace, and their outputs be lost. Call `model.engine.wait_for_completion()` before the trace."
+                )
             ids = llm.enqueue([prompt], [params], use_tqdm=False)
             try:
                 outputs = llm.wait_for_completion(RequestOutput, use_tqdm=False)

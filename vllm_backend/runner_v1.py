@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..interleaver.windows import Share, shares
+from .adapter import NewRequest
 from .settings import ENDED, KEY
 
 if TYPE_CHECKING:
@@ -87,10 +88,10 @@ class AdapterV1:
         model: torch.nn.Module = self._runner.get_model()
         return model
 
-    def new_requests(self, scheduled: SchedulerOutput) -> Sequence[tuple[str, bytes]]:
+    def new_requests(self, scheduled: SchedulerOutput) -> Sequence[NewRequest]:
         """See `RunnerAdapter`."""
         return [
-            (new.req_id, extra[KEY])
+            NewRequest(new.req_id, extra[KEY], new.sampling_params.num_logprobs is not None)
             for new in scheduled.scheduled_new_reqs
             if new.sampling_params is not None and KEY in (extra := new.sampling_params.extra_args or {})
         ]

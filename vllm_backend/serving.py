@@ -21,8 +21,13 @@ from .module_call import call_module
 from .request_output import decode_output
 
 if TYPE_CHECKING:
-    from .adapter import RunnerAdapter
+    from .adapter import NewRequest, RunnerAdapter
 
+
+_FIXED_SAMPLES = (
+    "`model.samples` cannot be written in a trace with `logprobs`: vLLM reports those of the token that it sampled "
+    "itself. Leave `logprobs` out and read `model.logits`, or write `model.logits` so that the token is sampled."
+)
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +70,8 @@ class Serving:
 
     def admit(self, scheduled: object) -> None:
         """Take in the traced requests of an engine step."""
-        for request_id, data in self._adapter.new_requests(scheduled):
-            self._guarded(partial(self._admit, request_id, data))
+        for new in self._adapter.new_requests(scheduled):
+            self._guarded(partial(self._admit, new))
 
     def begin(self, padded: int) -> None:
         """The forward is about to run on `padded` rows."""
@@ -125,14 +130,15 @@ class Serving:
 
     # --- inside
 
-    def _admit(self, request_id: str, data: bytes) -> None:
+    def _admit(self, new: NewRequest) -> None:
         hub = self._ready()
-        if request_id in hub.mediators:
+        if new.request_id in hub.mediators:
             return  # readmitted after a preemption; the step that it repeats ends it
-        payload = msgspec.msgpack.decode(data, type=Payload)
+        payload = msgspec.msgpack.decode(new.payload, type=Payload)
         launched = launch(payload, hub.tree, self._envoy, self._device(), capture_output=True)
-        self._launched[payload.trace] = (request_id, launched)
-        hub.add(request_id, launched.mediator, self._vocabulary)
+        launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
+        self._launched[payload.trace] = (new.request_id, launched)
+        hub.add(new.request_id, launched.mediator, self._vocabulary)
 
     def _guarded(self, action: Callable[[], object]) -> None:
         """Run a part of a step; an error in it ends the traces and never the engine."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 from vllm import RequestOutput, SamplingParams
 
-from ..envoy.errors import EngineDiedError
+from ..envoy.errors import EngineDiedError, MisuseError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
 from ..tracer.prompt import Prompt
@@ -50,4 +50,9 @@ class SyncBackend:
         except BaseException:
             self._engine.call("invivo_discard", payload.trace)
             raise
+        if output.outputs[0].finish_reason == "error":
+            raise MisuseError(
+                "vLLM ended the request with an error, as it does when a token that the block wrote breaks the "
+                "structured output that was asked for; the engine's log says more."
+            )
         return msgspec.msgpack.decode(reply, type=Reply), output

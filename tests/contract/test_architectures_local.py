@@ -33,7 +33,13 @@ class Case:
     plain: Trace
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+QUICK = ("llama", "mixtral")  # the rest with `make test-all`: the engine's suite has every family
+
+
+@pytest.fixture(
+    scope="module",
+    params=[family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+)
 def case(request: pytest.FixtureRequest) -> Case:
     path = tiny_checkpoint(str(request.param))
     reference = Reference(path)

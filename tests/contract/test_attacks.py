@@ -301,3 +301,43 @@ def test_a_named_expression_is_saved_under_its_name(toy: Any) -> None:
     with toy.trace(torch.ones(2, 4)):
         (size := toy.first.output.shape).save()
     assert size == (2, 4)
+
+
+def test_samples_cannot_be_written_where_their_logprobs_are_reported(smollm2: Any) -> None:
+    """The output had the log-probabilities of the token that vLLM had sampled itself."""
+    model = smollm2
+    for in_place in (False, True):
+        with pytest.raises(WriteError, match="cannot be written in a trace with `logprobs`"):
+            with model.trace(PROMPT, max_tokens=2, temperature=0, logprobs=2):
+                if in_place:
+                    model.samples[0] = 17
+                else:
+                    model.samples = 17
+    with model.trace(PROMPT, max_tokens=1, temperature=0, logprobs=2) as tracer:
+        read = int(model.samples)
+        read.save()
+    assert read in tracer.result.outputs[0].logprobs[0]
+
+
+def test_requests_that_wait_in_the_engine_are_not_lost(smollm2: Any) -> None:
+    smollm2.engine.enqueue(["The"], use_tqdm=False)
+    with pytest.raises(MisuseError, match="wait_for_completion"):
+        with smollm2.trace(PROMPT, max_tokens=1, temperature=0):
+            pass
+    assert len(smollm2.engine.wait_for_completion(use_tqdm=False)) == 1
+    assert_serves(smollm2)
+
+
+class Pooled(torch.nn.Module):
+    """Returns one of torch's own tuples with names."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.max(x, 1)
+
+
+def test_torchs_tuples_with_names_stay_what_they_are() -> None:
+    model: Any = Local(Pooled())
+    with model.trace(torch.eye(3)):
+        model.output.values[0] = 5
+        places = model.output.indices.save()
+    assert places.tolist() == [0, 1, 2]
