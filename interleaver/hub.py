@@ -19,7 +19,7 @@ from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws
 from .hooks import StepHooks
-from .mediator import Mediator, PortWait, StepWait
+from .mediator import Mediator, StepWait
 from .recorder import Recorder
 from .values import Held, copy_rows, map_tensors, put_rows
 from .windows import Share
@@ -284,8 +284,8 @@ class Hub:
 
     def _went_on(self, mediator: Mediator) -> None:
         """See what a block waits for now."""
-        if isinstance(mediator.wait, PortWait):
-            port = mediator.wait.port
+        port = mediator.wait
+        if isinstance(port, Port):
             self._waiting.setdefault(port, []).append(mediator)
             if port.kind not in (LOGITS, SAMPLES):
                 self._hooks.watch(port)
@@ -335,6 +335,9 @@ class Hub:
 
     def _passed(self, port: Port) -> str | None:
         """Why the port cannot come any more in this step, or None if it may."""
+        known = self._known.get(port)
+        if known is not None and known[-1] > self._place and not self._sampling and not self._over:
+            return None  # the usual case
         if self._over:
             return f"{port} has passed: the step is over. Ask for it in the next step, in a loop over `tracer.iter`."
         late = self._now is not None and self._now.kind in (LOGITS, SAMPLES)

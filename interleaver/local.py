@@ -150,7 +150,7 @@ class _LocalBackend:
         launched = launch(payload, model._tree, self._envoy, device, capture_output=False)
         hub.add(_REQUEST, launched.mediator, self._vocabulary)
         try:
-            with torch.inference_mode():
+            with torch.no_grad():
                 if isinstance(request, _Generation):
                     result = self._generate(request)
                 else:

@@ -1,7 +1,7 @@
 """One block running for one request.
 
 A mediator is a greenlet on the thread that runs the model. It runs until it asks for a port, a step or the end of the
-request, hands over saying which (`Waiting`), and goes on when the hub gives it what it waits for. Everything here runs
+request, hands over saying which (`Wait`), and goes on when the hub gives it what it waits for. Everything here runs
 on that thread; nothing blocks.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import TypeAlias
 
 import greenlet
 
@@ -23,30 +24,19 @@ from .values import Held
 from .views import Part, view, with_part
 
 
-class Waiting:
-    """What a block waits for."""
-
-    __slots__ = ()
-
-
-class PortWait(Waiting):
-    """Waiting for a port of the current step."""
-
-    __slots__ = ("port",)
-
-    def __init__(self, port: Port) -> None:
-        self.port = port
-
-
-class StepWait(Waiting):
+class StepWait:
     """Waiting for a step to begin."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
 
-class EndWait(Waiting):
+class EndWait:
     """Waiting for the request to end."""
+
+
+Wait: TypeAlias = Port | StepWait | EndWait
+"""What a block waits for; a port is one of the current step."""
 
 
 class StopBlock(BaseException):
@@ -82,7 +72,7 @@ class Mediator(active.Session):
     def __init__(self, tree: ModuleTree, turns: Turns, body: Callable[[Mediator], dict[str, object]]) -> None:
         self.tree = tree
         self.tracer = Tracer()
-        self.wait: Waiting | None = None
+        self.wait: Wait | None = None
         self.step = 0
         self.port: Port | None = None
         self.failure: BaseException | None = None
@@ -134,8 +124,8 @@ class Mediator(active.Session):
             return
         if self.wait is None:
             self.drop(StepError("the request ended before the block could begin."))
-        elif isinstance(self.wait, PortWait):
-            self.fail(InternalError(f"{self.wait.port} was still waited for when the request had ended."))
+        elif isinstance(self.wait, Port):
+            self.fail(InternalError(f"{self.wait} was still waited for when the request had ended."))
         else:
             self._turn(result if isinstance(self.wait, EndWait) else False)
 
@@ -171,7 +161,7 @@ class Mediator(active.Session):
         self._turns.begin()
         try:
             given = self._greenlet.switch(value)
-            self.wait = given if isinstance(given, Waiting) else None
+            self.wait = given if isinstance(given, _WAITS) else None
         finally:
             self._turns.end(over=self.wait is None)
         if self.wait is None:
@@ -242,9 +232,9 @@ class Mediator(active.Session):
         passed = self.passed(port)
         if passed is not None:
             raise PortPassedError(passed)
-        self._switch(PortWait(port))
+        self._switch(port)
 
-    def _switch(self, wait: Waiting) -> object:
+    def _switch(self, wait: Wait) -> object:
         self._turns.check()
         if self._held is not None:
             self._held.settle()
@@ -257,6 +247,8 @@ class Mediator(active.Session):
             raise given
         return given
 
+
+_WAITS = (Port, StepWait, EndWait)
 
 _PADDING = 24
 """Calls through C below a block, of about four C frames each.

@@ -79,11 +79,16 @@ def row_dim(tensor: torch.Tensor, window: Window, where: Port) -> int:
 
 def copy_rows(value: object, window: Window | None, where: Port) -> object:
     """A private copy of the request's rows; all rows if `window` is None."""
-
+    if not torch.is_inference_mode_enabled():
+        return _copies(value, window, where)
     with inference_mode(False):
-        if isinstance(value, torch.Tensor):
-            return _copy(value, window, where)
-        return map_tensors(value, lambda tensor: _copy(tensor, window, where))
+        return _copies(value, window, where)
+
+
+def _copies(value: object, window: Window | None, where: Port) -> object:
+    if isinstance(value, torch.Tensor):
+        return _copy(value, window, where)
+    return map_tensors(value, lambda tensor: _copy(tensor, window, where))
 
 
 def _copy(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Tensor:
@@ -144,7 +149,7 @@ class Held:
         self._tensor = value if isinstance(value, torch.Tensor) else None
         if self._tensor is not None:  # the usual case, written out because it is quick
             self._originals, self._containers = [self._tensor], None
-            self._versions = [version_of(self._tensor)]
+            self._version = version_of(self._tensor)
             self._forms = [(self._tensor.shape, self._tensor.dtype)]
         else:
             self._originals = []
@@ -200,7 +205,7 @@ class Held:
 
     def _untouched(self) -> bool:
         """Whether it is one tensor and was only read: the usual case, told apart quickly."""
-        return self.value is self._tensor and self._tensor is not None and version_of(self._tensor) == self._versions[0]
+        return self.value is self._tensor and self._tensor is not None and version_of(self._tensor) == self._version
 
 
 def _can_change(value: object) -> bool:
