@@ -7,7 +7,7 @@ it can be looked at, indexed and iterated over. `RootEnvoy` adds the run-level p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import overload
+from typing import Any, overload
 
 from . import active
 from .address import INPUT, LOGITS, OUTPUT, SAMPLES, Port, shown, suggestion
@@ -43,7 +43,7 @@ class Envoy:
         return self._root
 
     @property
-    def output(self) -> object:
+    def output(self) -> Any:
         """What the module returned, for this request's rows: a private copy, in the module's own structure.
 
         Tensors have shape ``[rows, ...]`` (one row per token of this step), and the model's device and dtype. In-place
@@ -61,7 +61,7 @@ class Envoy:
         self._write(OUTPUT, "output", value)
 
     @property
-    def input(self) -> object:
+    def input(self) -> Any:
         """The first floating-point tensor among the arguments (else the first argument), as `output` is read.
 
         Position ids and token ids come first in many modules of vLLM; they are in `inputs`.
@@ -73,7 +73,7 @@ class Envoy:
         self._write(INPUT, "input", value)
 
     @property
-    def inputs(self) -> object:
+    def inputs(self) -> Any:
         """All arguments, ``(args, kwargs)``: a tuple and a dict, read and written like `output`."""
         return self._read(INPUT, "inputs")
 
@@ -81,7 +81,7 @@ class Envoy:
     def inputs(self, value: object) -> None:
         self._write(INPUT, "inputs", value)
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the real module, with the real weights, on values of the block (``model.model.norm(h)``)."""
         return self._session().call(self._address, args, kwargs)
 
@@ -154,7 +154,7 @@ class Envoy:
             )
         return session
 
-    def _read(self, kind: str, part: str) -> object:
+    def _read(self, kind: str, part: str) -> Any:
         return self._session(part).read(Port(self._address, kind), part)
 
     def _write(self, kind: str, part: str, value: object) -> None:
@@ -165,7 +165,7 @@ class RootEnvoy(Envoy):
     """The Envoy of the whole model, with the ports of a generation step."""
 
     @property
-    def logits(self) -> object:
+    def logits(self) -> Any:
         """Logits of the token that this step generates, ``[1, vocab]``, before sampling; readable and writable."""
         return self._read(LOGITS, "logits")
 
@@ -174,7 +174,7 @@ class RootEnvoy(Envoy):
         self._write(LOGITS, "logits", value)
 
     @property
-    def samples(self) -> object:
+    def samples(self) -> Any:
         """Id of the token that this step generates, integer tensor ``[1]``.
 
         Writing it (an int, or a tensor of one element) changes what is generated.

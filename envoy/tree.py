@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_PORTS = ("input", "inputs", "output")
+_RUN_PORTS = ("logits", "samples")
+
+
 class ModuleInfo(msgspec.Struct, frozen=True, array_like=True):
     """Class name and the names of the children, in order of definition."""
 
@@ -92,7 +96,7 @@ class ModuleTree:
             return join(address, name)
         raise UnknownNameError(
             f"{shown(address)} ({info.class_name}) has no module or port `{name}`."
-            + suggestion(name, (*info.children, "input", "inputs", "output"))
+            + suggestion(name, (*info.children, *_PORTS, *(() if address else _RUN_PORTS)))
         )
 
     def numbered(self, address: str) -> tuple[str, ...]:

@@ -350,5 +350,5 @@ class Hub:
         return (
             f"{port} has passed: the model is at {self._now} "
             f"({'after all modules' if late else f'place {self._place} in execution order'}), and {port} is at place "
-            f"{places[-1]}. Read ports in execution order, each once; keep what you read in a variable."
+            f"{places[-1]}. Read ports in execution order, and keep what you read in a variable."
         )

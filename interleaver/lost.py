@@ -45,6 +45,11 @@ def _message(name: str, value: object) -> str:
             f"`{name}` changed a variable around it in the block, but the change stays there: the block works on a "
             f"copy of the function. Have `{name}` return the value, and save that."
         )
+    if hasattr(value, "__dict__") and not isinstance(value, list | dict | set | torch.Tensor):
+        return (
+            f"`{name}` was changed in the block, but the change stays there: the block works on a copy. Save the new "
+            f"value under a name of its own (`h = x.save()`), and put it into `{name}` after the `with`."
+        )
     return (
         f"`{name}` was changed in the block, but the change stays there: the block works on a copy. "
         f"Write `{name}.save()` in the block to get it back."

@@ -63,6 +63,7 @@ class Mediator(active.Session):
         failure: the exception that ended it.
         failed_at: the port that it was at then.
         stopped: it called `stop`.
+        stopped_at: the line of that; 0 before.
         scope: variables of the block at its end.
         saved: what it saved, in order.
         warnings: message and line of each warning.
@@ -78,6 +79,7 @@ class Mediator(active.Session):
         self.failure: BaseException | None = None
         self.failed_at: Port | None = None
         self.stopped = False
+        self.stopped_at = 0
         self.scope: dict[str, object] = {}
         self.saved: list[Saved] = []
         self.warnings: list[tuple[str, int]] = []
@@ -211,6 +213,7 @@ class Mediator(active.Session):
     def stop(self) -> None:
         if self._ended:
             raise StepError("`tracer.stop()` came after the request had ended.")
+        self.stopped_at = self.line()
         raise StopBlock
 
     def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:

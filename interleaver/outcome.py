@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 from msgspec import structs
 
-from ..envoy.errors import SaveError
+from ..envoy.errors import InternalError, SaveError, WriteError
 from ..envoy.tree import Learned
 from ..tracer.backend import Reply
+from ..tracer.block import Block
 from ..tracer.failure import Failure, describe
 from ..tracer.results import pack
 from ..tracer.tracebacks import FrameLine
@@ -20,16 +23,50 @@ def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     """The reply of a block that has ended; a value that cannot be sent becomes its failure."""
     mediator = launched.mediator
     named = named_saves(mediator)
-    port = str(mediator.failed_at) if mediator.failed_at is not None else None
-    failure = None if mediator.failure is None else describe(mediator.failure, port=port, step=mediator.step)
+    failure = _failure(launched)
     try:
         saves = pack(named)
     except SaveError as error:
         saves = pack({name: value for name, value in named.items() if _can_be_sent(value)})
         failure = failure or _unsendable(launched, named, error)
+    if mediator.stopped:
+        mediator.warnings.extend(_unreached(launched.block, mediator))
     reply = Reply(saves, failure, _printed(launched), tuple(mediator.warnings), learned)
     mediator.forget()
     return reply
+
+
+def _unreached(block: Block, mediator: Mediator) -> list[tuple[str, int]]:
+    """A warning for every save that stands after the `tracer.stop()` that was called, and so did not happen."""
+    message = (
+        f"`tracer.stop()` in line {mediator.stopped_at} left the block before this save. Save before the loop or the "
+        "stop: what is sent home is the value at the end in any case."
+    )
+    saved = {entry.line for entry in mediator.saved}
+    return [
+        (message, number)
+        for number, text in enumerate(block.source.splitlines(), block.lineno)
+        if number > mediator.stopped_at and number not in saved and re.search(r"\bsave\(", text.partition("#")[0])
+    ]
+
+
+def _failure(launched: Launched) -> Failure | None:
+    """What ended the block; at a line of the block in any case."""
+    block, mediator = launched.block, launched.mediator
+    if mediator.failure is None:
+        return None
+    port = str(mediator.failed_at) if mediator.failed_at is not None else None
+    failure = describe(mediator.failure, port=port, step=mediator.step)
+    if any(frame.filename == block.filename for frame in failure.frames) or isinstance(mediator.failure, InternalError):
+        return failure
+    # An edit is checked after the last line; whatever else has no line of its own came before the first.
+    last = len(block.source.splitlines()) - 1
+    return structs.replace(failure, frames=(_line(block, last if isinstance(mediator.failure, WriteError) else 0),))
+
+
+def _line(block: Block, index: int) -> FrameLine:
+    """A line of the block as a line of a traceback; line 0 is the `with`."""
+    return FrameLine(block.filename, block.lineno + index, block.name, block.source.splitlines()[index].strip())
 
 
 def _can_be_sent(value: object) -> bool:
@@ -45,8 +82,7 @@ def _unsendable(launched: Launched, named: dict[str, object], error: SaveError) 
     block, mediator = launched.block, launched.mediator
     bad = [id(value) for value in named.values() if not _can_be_sent(value)]
     line = next((entry.line for entry in mediator.saved if id(entry.value) in bad), block.lineno)
-    text = block.source.splitlines()[line - block.lineno].strip() if line >= block.lineno else ""
-    return structs.replace(describe(error), frames=(FrameLine(block.filename, line, block.name, text),))
+    return structs.replace(describe(error), frames=(_line(block, max(line - block.lineno, 0)),))
 
 
 def _printed(launched: Launched) -> str:

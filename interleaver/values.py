@@ -239,7 +239,10 @@ def _fit(expected: object, given: object, where: str) -> None:
         return
     if isinstance(expected, tuple | list):
         if not isinstance(given, tuple | list) or len(given) != len(expected):
-            raise WriteError(f"{where} takes a {_kind(expected)} of {len(expected)} values, and got {_kind(given)}.")
+            raise WriteError(
+                f"{where} takes a {_kind(expected)} of {len(expected)} values, and got {_kind(given)}. To change "
+                f"one of them, write into it: `{where}[0][:] = ...`."
+            )
         for index, (one, other) in enumerate(zip(expected, given, strict=True)):
             _fit(one, other, f"{where}[{index}]")
         return

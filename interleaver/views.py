@@ -51,18 +51,18 @@ def _main_argument(args: tuple[object, ...], kwargs: dict[str, object]) -> int |
     return places[0] if places else None
 
 
-def _as_samples(current: torch.Tensor, given: object) -> object:
-    """A whole number, or an integer tensor of one element, as a sampled token id; anything else stays as it is."""
-    if isinstance(given, bool):
-        return given
-    if isinstance(given, torch.Tensor):
-        if given.numel() != 1 or given.dtype not in _INTEGERS:
-            return given
-        given = given.item()
+def _as_samples(current: torch.Tensor, given: object) -> torch.Tensor:
+    """A whole number, or an integer tensor of one element, as a sampled token id."""
+    number = given
+    if isinstance(given, torch.Tensor) and given.numel() == 1 and given.dtype in _INTEGERS:
+        number = given.item()
     try:
-        token = operator.index(given)  # type: ignore[arg-type]
+        token = operator.index(number)  # type: ignore[arg-type]
     except TypeError:
-        return given
-    if abs(token) > torch.iinfo(current.dtype).max:
-        raise WriteError(f"`model.samples` takes token ids, and {token} is none.")
+        token = None
+    if token is None or isinstance(given, bool) or abs(token) > torch.iinfo(current.dtype).max:
+        raise WriteError(
+            "`model.samples` takes the id of a token, a whole number or an integer tensor of one element, and got "
+            f"{given!r}. The id of a text is `model.tokenizer(text)['input_ids'][0]`."
+        )
     return torch.full_like(current, token)

@@ -6,9 +6,11 @@ are frozen and versioned; the only opaque part is `Payload.values`, a cloudpickl
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NoReturn
 
 import msgspec
+
+from ..envoy.errors import ForeignError
 
 FORMAT = 1
 """Version of the wire format; a payload of another version is refused."""
@@ -79,3 +81,15 @@ class TracerHandle:
     def spent(self) -> bool:
         """Whether the trace has ended, so that a new block cannot mean this tracer."""
         return False
+
+
+class SpentTracer(TracerHandle):
+    """Stands for a tracer whose trace has ended, in a block that has captured it with something else."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ForeignError(
+            f"`.{name}` was asked of the tracer of a trace that has ended. Take what you need of it (`.saves`, "
+            "`.result`) into a variable before the `with`, and use that in the block."
+        )

@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import uuid
 import weakref
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,16 @@ def is_installed(module: ModuleType) -> bool:
             return True
         paths = list(getattr(module, "__path__", ()))
         return bool(paths) and all(_below_installed(str(path) + os.sep) for path in paths)
-    return _below_installed(str(file))
+    return _below_installed(str(file)) or _in_a_distribution(str(file), name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_a_distribution(file: str, name: str) -> bool:
+    """Whether a package lies beside its own metadata: installed to a folder of its own, as with ``pip --target``."""
+    package = name.partition(".")[0]
+    folders = Path(file).parents
+    folder = folders[min(name.count(".") + Path(file).name.startswith("__init__."), len(folders) - 1)]
+    return any(folder.glob(f"{package}-*.dist-info"))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -181,4 +181,4 @@ def _advice(value: Any, kind: type) -> str:
     for base in (dict, list, tuple, set, frozenset, str, bytes, float, int):
         if isinstance(value, base):
             return f"its type is {name}, a subclass of {base.__name__}; save `{base.__name__}(x)`"
-    return f"its type is {name}; tensors, arrays, numbers, text, and containers of them can be saved"
+    return f"its type is {name}; save its parts: tensors, arrays, numbers, text, and containers of them can be saved"

@@ -13,7 +13,7 @@ import cloudpickle  # type: ignore[import-untyped]
 from ..envoy.envoy import Envoy
 from ..envoy.errors import ForeignError
 from . import buffers, by_value
-from .block import TensorBlob, TracerHandle
+from .block import SpentTracer, TensorBlob, TracerHandle
 from .buffers import Refusal
 from .unsendable import refuse
 
@@ -77,7 +77,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return resolve, ("envoy", obj.address)
         if isinstance(obj, TracerHandle):
             if obj.spent:
-                raise ForeignError("the tracer belongs to a trace that has ended; take what you need of it before")
+                return SpentTracer, ()
             return resolve, ("tracer", 0)
         refuse(obj)
         return super().reducer_override(obj)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from ..envoy import active
 from ..envoy.errors import OutsideBlockError
@@ -36,7 +37,7 @@ class Tracer(TracerHandle):
         active.session("`tracer.stop()`").stop()
 
     @property
-    def result(self) -> object:
+    def result(self) -> Any:
         """The finished output of the request (vLLM's `RequestOutput`; the local backend's `LocalOutput`).
 
         Inside the block, waits until the request has ended.
@@ -49,7 +50,7 @@ class Tracer(TracerHandle):
         return self._result
 
     @property
-    def saves(self) -> dict[str, object]:
+    def saves(self) -> dict[str, Any]:
         """Saved values by the name that held them at the end of the block."""
         if self._saves is None:
             raise OutsideBlockError("`tracer.saves` is there once the `with` has ended.")

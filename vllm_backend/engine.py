@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic
 from typing import Any
 
@@ -17,6 +17,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 
 from ..envoy.errors import EngineClosedError, EngineDiedError, MisuseError
 from .compat import EngineDeadError
+from .interrupt import interruptible_start
 from .watch import watch
 
 _SHUTDOWN_SECONDS = 60.0
@@ -72,13 +73,17 @@ class Engine:
             if self._llm is None:
                 console = Console(stderr=True, force_jupyter=False)
                 began = monotonic()
-                with console.status(f"invivo: starting a vLLM engine for {self._model} ..."), main_not_imported():
-                    self._llm = LLM(self._model, **self._arguments)
+                with _shown(console, f"invivo: starting a vLLM engine for {self._model} ..."), main_not_imported():
+                    self._llm = self._make()
                 watch(self._llm.llm_engine.engine_core)
                 console.print(
                     f"invivo: engine for {self._model} ready after {monotonic() - began:.0f} s", highlight=False
                 )
             return self._llm
+
+    def _make(self) -> LLM:
+        with interruptible_start():
+            return LLM(self._model, **self._arguments)
 
     def generate(self, prompt: Any, params: SamplingParams) -> RequestOutput:
         """Run one request to its end; it is aborted if the wait for it is interrupted.
@@ -136,6 +141,14 @@ class Engine:
             llm, self._llm = self._llm, None
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
+
+
+def _shown(console: Console, text: str) -> AbstractContextManager[object]:
+    """Show that something goes on: turning in a terminal, as one line elsewhere (a notebook keeps every turn)."""
+    if sys.stderr.isatty():
+        return console.status(text)
+    console.print(text, highlight=False)
+    return nullcontext()
 
 
 @contextmanager

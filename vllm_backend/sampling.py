@@ -54,4 +54,4 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
 
 @cache
 def _known() -> tuple[str, ...]:
-    return tuple(inspect.signature(SamplingParams).parameters)
+    return tuple(name for name in inspect.signature(SamplingParams).parameters if not name.startswith("_"))

@@ -16,7 +16,7 @@ import torch
 from invivo import VLLM, save
 from smollm2 import smollm2_path
 from support.checkpoints import FAMILIES, tiny_checkpoint
-from support.compare import add, errors, find, replace_first, replace_last, tensors, zero
+from support.compare import add, errors, find, nudge, replace_first, replace_last, tensors, zero
 from support.mapping import Reading, Target, readings, targets
 from support.reference import Reference, Trace
 
@@ -153,7 +153,9 @@ def edited(case: Case, target: Target, change: Any, at: int | None) -> tuple[lis
 )
 def test_edits_have_the_effect_that_they_have_in_the_reference(case: Case, change: Any, at: int | None) -> None:
     wrong = []
-    for target in case.targets():
+    if case.layers > 4 and change is add:
+        change = nudge  # a trained model makes much of large vectors in its first layer, of rounding errors too
+    for target in case.targets()[:: 1 if case.layers <= 4 or at is None else 4]:
         expected = case.reference.run(PROMPT, STEPS, [target.edit(at, change)], record=False)
         logits, tokens = edited(case, target, change, at)
         worst = max(errors(a, step.logits) for a, step in zip(logits, expected.steps, strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,18 @@ import numpy as np
 import pytest
 import torch
 
-from invivo import VLLM, CaptureError, Local, MisuseError, StepError, WriteError
+from invivo import (
+    VLLM,
+    CaptureError,
+    ForeignError,
+    InvivoWarning,
+    Local,
+    MisuseError,
+    SamplingError,
+    StepError,
+    UnknownNameError,
+    WriteError,
+)
 from support.contract import PROMPT, assert_serves, first, same, tokens
 
 
@@ -341,3 +353,55 @@ def test_torchs_tuples_with_names_stay_what_they_are() -> None:
         model.output.values[0] = 5
         places = model.output.indices.save()
     assert places.tolist() == [0, 1, 2]
+
+
+def test_an_edit_that_does_not_fit_at_the_very_end_is_an_error_of_the_last_line(toy: Any) -> None:
+    """It is found after the block, and had no line of the caller's."""
+    with pytest.raises(WriteError) as caught:
+        with toy.trace(torch.ones(2, 4)):
+            out = toy.last.output
+            out.unsqueeze_(0)  # the line
+    lines = traceback.extract_tb(caught.value.__traceback__)
+    assert lines[-1].filename == __file__ and "# the line" in (lines[-1].line or "")
+
+
+def test_a_kept_tracer_of_an_earlier_trace_may_be_captured_but_not_used(toy: Any) -> None:
+    """``with self.model.trace(...) as self.tracer`` made every later block that read `self` fail."""
+    runs = {}
+    with toy.trace(torch.ones(2, 4)) as tracer:
+        pass
+    runs["first"] = tracer
+    with toy.trace(torch.ones(2, 4)):
+        count = len(runs).save()
+    assert count == 1
+    with pytest.raises(ForeignError, match="was asked of the tracer of a trace that has ended"):
+        with toy.trace(torch.ones(2, 4)):
+            runs["first"].result
+
+
+def test_a_save_that_a_stop_leaves_out_is_warned_about(model: Any) -> None:
+    with pytest.warns(InvivoWarning, match=r"`tracer.stop\(\)` in line \d+ left the block before this save"):
+        with model.trace(PROMPT, max_tokens=5, temperature=0) as tracer:
+            scores = []
+            for step in tracer.iter[:]:
+                scores.append(model.logits.max().item())
+                if step == 1:
+                    tracer.stop()
+            scores.save()
+    assert tracer.saves == {}
+
+
+@pytest.mark.parametrize("given", [" Paris", [7042], 3.0, None])
+def test_what_is_no_token_gets_told_what_is(model: Any, given: Any) -> None:
+    with pytest.raises(WriteError, match="takes the id of a token"):
+        with model.trace(PROMPT, max_tokens=1, temperature=0):
+            model.samples = given
+
+
+def test_near_misses_of_ports_and_arguments(model: Any, smollm2: Any) -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean `logits`"):
+        with model.trace(PROMPT, max_tokens=1):
+            model.logit
+    with pytest.raises(SamplingError) as caught:
+        smollm2.trace(PROMPT, max_new_tokens=1)
+    assert "`_" not in str(caught.value)

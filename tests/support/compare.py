@@ -51,6 +51,10 @@ def add(rows: torch.Tensor) -> None:
     rows += vector(rows)
 
 
+def nudge(rows: torch.Tensor) -> None:
+    rows += 0.1 * vector(rows)
+
+
 def replace_last(rows: torch.Tensor) -> None:
     rows[-1] = vector(rows)
 

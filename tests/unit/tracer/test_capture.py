@@ -41,10 +41,7 @@ def test_site() -> None:
         total = [big, len(big)]
     site = t.site
     line = sys._getframe().f_code.co_firstlineno + 3
-    assert (
-        site.block.source
-        == "    with Look() as t:\n        big = [small]\n        total = [big, len(big)]  # noqa: F841\n"
-    )
+    assert site.block.source == "    with Look() as t:\n        big = [small]\n        total = [big, len(big)]\n"
     assert site.block.filename == __file__
     assert (site.block.lineno, site.block.name, site.block.scope) == (line, "test_site", "function")
     assert (site.block.item, site.block.tracer, site.block.parameters) == (0, "t", ("small",))
