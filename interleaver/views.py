@@ -53,14 +53,14 @@ def _main_argument(args: tuple[object, ...], kwargs: dict[str, object]) -> int |
 
 def _as_samples(current: torch.Tensor, given: object) -> torch.Tensor:
     """A whole number, or an integer tensor of one element, as a sampled token id."""
-    number = given
+    number = None if isinstance(given, torch.Tensor | bool) else given
     if isinstance(given, torch.Tensor) and given.numel() == 1 and given.dtype in _INTEGERS:
         number = given.item()
     try:
         token = operator.index(number)  # type: ignore[arg-type]
     except TypeError:
         token = None
-    if token is None or isinstance(given, bool) or abs(token) > torch.iinfo(current.dtype).max:
+    if token is None or abs(token) > torch.iinfo(current.dtype).max:
         raise WriteError(
             "`model.samples` takes the id of a token, a whole number or an integer tensor of one element, and got "
             f"{given!r}. The id of a text is `model.tokenizer(text)['input_ids'][0]`."
