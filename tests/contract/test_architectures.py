@@ -165,7 +165,7 @@ def test_edits_have_the_effect_that_they_have_in_the_reference(case: Case, chang
             effect = max(
                 errors(edit.logits, step.logits) for edit, step in zip(expected.steps, case.plain.steps, strict=True)
             )
-            assert effect > 100 * BOUND, f"the edit of {target.address} shows nothing"
+            assert effect > (10 if change is nudge else 100) * BOUND, f"the edit of {target.address} shows nothing"
     assert not wrong, "\n".join(wrong)
 
 
