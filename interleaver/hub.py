@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from threading import get_ident
-from typing import Protocol
 
 import torch
 
@@ -25,10 +24,6 @@ from .values import Held, copy_rows, map_tensors, put_rows
 from .windows import Share
 
 ModuleCall = Callable[[torch.nn.Module, "tuple[object, ...]", "dict[str, object]"], object]
-
-
-class _Turn(Protocol):
-    def __call__(self) -> None: ...
 
 
 class Hub:
@@ -277,7 +272,7 @@ class Hub:
         )
         self._turn(mediator, lambda: mediator.fail(error))
 
-    def _turn(self, mediator: Mediator, turn: _Turn) -> None:
+    def _turn(self, mediator: Mediator, turn: Callable[[], None]) -> None:
         """A block's turn, and what it waits for then."""
         turn()
         self._went_on(mediator)
