@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import sys
 from collections.abc import Callable
@@ -76,8 +75,7 @@ def _check_format(payload: Payload) -> None:
 def _run(
     payload: Payload, program: Program, values: dict[str, dict[str, object]], mediator: Mediator
 ) -> dict[str, object]:
-    # With `__builtins__`, as every module has it: C code that imports looks for it in the globals of its caller.
-    local, outer = dict(values["local"]), {"__builtins__": builtins, **values["global"]}
+    local, outer = dict(values["local"]), dict(values["global"])
     if payload.block.tracer is not None:
         (outer if payload.block.scope == "module" else local)[payload.block.tracer] = mediator.tracer
     snapshot = Snapshot({**outer, **local})

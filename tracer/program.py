@@ -17,6 +17,7 @@ What is rewritten:
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 from collections.abc import Mapping, Sequence
 from types import CodeType, FunctionType, TracebackType
@@ -84,7 +85,8 @@ class Program:
         if block.tracer is not None and block.tracer not in values and block.tracer in extras:
             values[block.tracer] = extras[block.tracer]
         tracers = frozenset(name for name in self._loops if isinstance(values.get(name), TracerHandle))
-        space: dict[str, Any] = {"__name__": "__main__", **extras, **globals_}
+        # With `__builtins__`, as every module has it: C code that imports looks for it in the globals of its caller.
+        space: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins, **extras, **globals_}
         if block.scope == "function":
             space[_SCOPE] = locals
             missing = frozenset(name for name in self._parameters if name not in values)
