@@ -5,8 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
+import greenlet
 import msgspec
 import torch
 
@@ -100,6 +102,30 @@ def capture(rounds: int) -> list[Figure]:
     return [Figure("capture of ten lines", "ms", times["block"], 1.0, f"{how}; {sink.size} bytes")]
 
 
+def _bare(x: torch.Tensor) -> Callable[[], float]:
+    """The parts that a port is made of, alone: module call, hook, clone, switch there and back."""
+    module = Chain(PORTS).eval()
+
+    def block(_first: object) -> None:
+        back = greenlet.getcurrent().parent
+        assert back is not None
+        while True:
+            back.switch()
+
+    running = greenlet.greenlet(block)
+    running.switch(None)
+    for unit in module.units:
+        unit.register_forward_hook(lambda module, args, output: running.switch(output.clone()))
+
+    def bare() -> float:
+        began = time.thread_time()
+        with torch.no_grad():
+            module(x)
+        return time.thread_time() - began
+
+    return bare
+
+
 def ports(rounds: int) -> list[Figure]:
     """One port: hook, switch to the block, copy, switch back, and writing an edit back."""
     threads = torch.get_num_threads()
@@ -137,7 +163,7 @@ def ports(rounds: int) -> list[Figure]:
                 own.zero_()
             return time.thread_time() - began
 
-    times = alternate({"walk": walk, "read": read, "edit": edit, "zero": zero}, rounds)
+    times = alternate({"walk": walk, "read": read, "edit": edit, "zero": zero, "bare": _bare(x)}, rounds)
     torch.set_num_threads(threads)
     each = {name: [value / PORTS * 1e6 for value in values] for name, values in times.items()}
     reading = [a - b for a, b in zip(each["read"], each["walk"], strict=True)]
@@ -146,7 +172,12 @@ def ports(rounds: int) -> list[Figure]:
         f"a block that {{}} at each of {PORTS} modules that do nothing, on [1, {WIDTH}], less the same trace that only "
         "walks over the modules{}; one thread, its CPU time"
     )
+    how_bare = (
+        "calling such a module with a forward hook that clones its output and switches to a greenlet and back, in the "
+        "same rounds: what any way through hooks and greenlets costs on this machine"
+    )
     return [
         Figure("port read, local", "µs", reading, 10.0, how.format("reads the output", "")),
+        Figure("the same without invivo", "µs", each["bare"], None, how_bare),
         Figure("port edited, local", "µs", writing, 10.0, how.format("zeroes the output", ", and less the zeroing")),
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from functools import cache
 
 INPUT = "input"
 OUTPUT = "output"
@@ -16,14 +16,31 @@ LOGITS = "logits"
 SAMPLES = "samples"
 
 
-class Port(NamedTuple):
-    """Where a block can meet the model: `kind` is one of ``input``, ``output``, ``logits``, ``samples``."""
+class Port:
+    """Where a block can meet the model. There is one object per port (`port_at`), so ports are told by identity.
 
-    address: str
-    kind: str
+    Attributes:
+        address: the module's; ``""`` for logits and samples.
+        kind: one of ``input``, ``output``, ``logits``, ``samples``.
+        of_step: it belongs to the step and not to a module (logits and samples).
+    """
+
+    __slots__ = ("address", "kind", "of_step")
+
+    def __init__(self, address: str, kind: str) -> None:
+        self.address = address
+        self.kind = kind
+        self.of_step = kind in (LOGITS, SAMPLES)
+
+    def __repr__(self) -> str:
+        return f"port_at({self.address!r}, {self.kind!r})"
 
     def __str__(self) -> str:
         return f"{self.address}.{self.kind}" if self.address else f"model.{self.kind}"
+
+
+port_at = cache(Port)
+"""The port of a kind at an address."""
 
 
 def join(address: str, name: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, overload
 
 from . import active
-from .address import INPUT, LOGITS, OUTPUT, SAMPLES, Port, shown, suggestion
+from .address import INPUT, LOGITS, OUTPUT, SAMPLES, port_at, shown, suggestion
 from .errors import ForeignError, UnknownNameError
 from .render import tree_html, tree_text
 from .tree import Learned, ModuleTree
@@ -155,10 +155,13 @@ class Envoy:
         return session
 
     def _read(self, kind: str, part: str) -> Any:
-        return self._session(part).read(Port(self._address, kind), part)
+        session = active.current()
+        if session is None or session.tree is not self._tree:
+            session = self._session(part)  # raises
+        return session.read(port_at(self._address, kind), part)
 
     def _write(self, kind: str, part: str, value: object) -> None:
-        self._session(part).write(Port(self._address, kind), part, value)
+        self._session(part).write(port_at(self._address, kind), part, value)
 
 
 class RootEnvoy(Envoy):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from .address import Port, join, shown, suggestion
+from .address import Port, join, port_at, shown, suggestion
 from .errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -49,13 +49,14 @@ class ModuleTree:
         modules: name of the class and of the children, by address.
         shapes: shape of the output by address, as text; of the modules that ran, once learned.
         order: ports in the order in which they fire, once learned.
+        places: places of each port in that order; of those that fired.
     """
 
     def __init__(self, modules: Mapping[str, ModuleInfo]) -> None:
         self.modules = dict(modules)
         self.shapes: dict[str, str] = {}
         self.order: tuple[Port, ...] = ()
-        self._places: dict[Port, tuple[int, ...]] = {}
+        self.places: Mapping[Port, tuple[int, ...]] = {}
         self._numbered: dict[str, tuple[str, ...]] = {}
 
     @classmethod
@@ -70,20 +71,12 @@ class ModuleTree:
 
     def learn(self, learned: Learned) -> None:
         """Take over the order and shapes of a recorded forward."""
-        self.order = tuple(Port(*port) for port in learned.order)
+        self.order = tuple(port_at(*port) for port in learned.order)
         self.shapes = dict(learned.shapes)
         places: dict[Port, list[int]] = {}
         for place, port in enumerate(self.order):
             places.setdefault(port, []).append(place)
-        self._places = {port: tuple(found) for port, found in places.items()}
-
-    def all_places(self) -> Mapping[Port, tuple[int, ...]]:
-        """Places of every port that fired, in the learned order."""
-        return self._places
-
-    def places(self, port: Port) -> tuple[int, ...]:
-        """Places of the port in the learned order; empty if it did not fire or nothing was learned yet."""
-        return self._places.get(port, ())
+        self.places = {port: tuple(found) for port, found in places.items()}
 
     def child(self, address: str, name: str) -> str:
         """Address of a child.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..envoy.address import INPUT, OUTPUT, Port
+from ..envoy.address import INPUT, OUTPUT, Port, port_at
 from .torch_compat import hook_input, hook_output, unhook_input, unhook_output
 
 Fire = Callable[[Port, object], object]
@@ -32,7 +32,6 @@ class StepHooks:
     def __init__(self, model: torch.nn.Module, fire: Fire) -> None:
         self._fire = fire
         self._modules = dict(model.named_modules(remove_duplicate=False))
-        self._parents = {address: _parent(address) for address in self._modules}
         self._places: dict[int, list[str]] = {}
         for address, module in self._modules.items():
             self._places.setdefault(id(module), []).append(address)
@@ -40,9 +39,9 @@ class StepHooks:
             place: self._caller(place) for places in self._places.values() if len(places) > 1 for place in places
         }
         self._both = {address for pair in self._around.items() for address in pair}
-        self._made: dict[Port, Callable[..., object]] = {}
+        self._made: dict[Port, tuple[torch.nn.Module, Callable[..., object]]] = {}
+        self._needed: dict[Port, tuple[Port, ...]] = {}
         self._on: dict[Port, torch.nn.Module] = {}
-        self._chained: set[str] = set()
         self._open: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -56,42 +55,44 @@ class StepHooks:
 
     def watch(self, port: Port) -> None:
         """Have a port of a module fire for the rest of this step."""
-        if port in self._on:
-            return
-        address = port.address
-        if address not in self._both:
-            self._put(port)
-        else:
-            self._put(Port(address, INPUT))
-            self._put(Port(address, OUTPUT))
-        above = self._parents[address]
-        while address and above not in self._chained:
-            self._chained.add(above)
-            self._put(Port(above, OUTPUT))
-            if above in self._both:
-                self._put(Port(above, INPUT))
-            address, above = above, self._parents[above]
+        for needed in self._needed.get(port) or self._need(port):
+            if needed not in self._on:
+                self._put(needed)
 
     def watch_all(self) -> None:
         """Have the ports of every module fire for the rest of this step."""
         for address in self._modules:
-            self._put(Port(address, INPUT))
-            self._put(Port(address, OUTPUT))
+            self._put(port_at(address, INPUT))
+            self._put(port_at(address, OUTPUT))
 
     def clear(self) -> None:
         """Take all hooks off."""
         for port, module in self._on.items():
             (unhook_input if port.kind == INPUT else unhook_output)(module, self)
         self._on.clear()
-        self._chained.clear()
         self._open.clear()
 
+    def _need(self, port: Port) -> tuple[Port, ...]:
+        """The ports that must fire for `port` to fire: itself, and what tells torch and `_address` of those around."""
+        needed = [port]
+        address = port.address
+        if address in self._both:
+            needed = [port_at(address, INPUT), port_at(address, OUTPUT)]
+        while address:
+            address = _parent(address)
+            needed.append(port_at(address, OUTPUT))
+            if address in self._both:
+                needed.append(port_at(address, INPUT))
+        self._needed[port] = tuple(needed)
+        return self._needed[port]
+
     def _put(self, port: Port) -> None:
-        module = self._on[port] = self._modules[port.address]
-        hook = self._made.get(port)
-        if hook is None:
-            hook = self._made[port] = self._before(port) if port.kind == INPUT else self._after(port)
-        (hook_input if port.kind == INPUT else hook_output)(module, self, hook)
+        made = self._made.get(port)
+        if made is None:
+            hook = self._before(port) if port.kind == INPUT else self._after(port)
+            made = self._made[port] = self._modules[port.address], hook
+        self._on[port] = made[0]
+        (hook_input if port.kind == INPUT else hook_output)(made[0], self, made[1])
 
     def _before(self, port: Port) -> Callable[..., object]:
         """A hook that fires a port with the arguments of its module."""
@@ -104,7 +105,7 @@ class StepHooks:
             if address is None:
                 return None
             self._open[address] = self._open.get(address, 0) + 1
-            return fire(Port(address, INPUT), (args, kwargs))
+            return fire(port_at(address, INPUT), (args, kwargs))
 
         return before
 
@@ -119,7 +120,7 @@ class StepHooks:
             if address is None:
                 return None
             self._open[address] = self._open.get(address, 1) - 1
-            return fire(Port(address, OUTPUT), output)
+            return fire(port_at(address, OUTPUT), output)
 
         return after
 

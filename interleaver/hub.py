@@ -8,7 +8,7 @@ all blocks with `InternalError`, and the forward goes on untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 
 import torch
@@ -54,9 +54,8 @@ class Hub:
         self._waiting: dict[Port, list[Mediator]] = {}
         self._shares: Mapping[str, Share] = {}
         self._steps: dict[str, int] = {}
-        self._requests: dict[Mediator, str] = {}
         self._recorder: Recorder | None = None
-        self._known: Mapping[Port, tuple[int, ...]] = {}
+        self._places: Mapping[Port, Sequence[int]] = {}
         self._learned: Learned | None = None
         self._now: Port | None = None
         self._place = -1
@@ -78,7 +77,7 @@ class Hub:
         self._vocabulary = vocabulary
         self._draws = self._drew or draws(self._model)
         self.mediators[request] = mediator
-        self._requests[mediator] = request
+        mediator.request = request
         mediator.passed = self._passed
         mediator.caller = self._call
         if mediator.done:
@@ -90,7 +89,6 @@ class Hub:
         self._steps.pop(request, None)
         self.ended.discard(request)
         if mediator is not None:
-            del self._requests[mediator]
             if not mediator.done:
                 mediator.drop(InternalError("the request was dropped before its block had ended."))
             SEAT.leave()
@@ -121,7 +119,6 @@ class Hub:
             "waiting ports": len(self._waiting),
             "requests to end": len(self.ended),
             "steps": len(self._steps),
-            "requests": len(self._requests),
         }
         if any(left.values()):
             raise InternalError(f"left behind by an idle model: { ({k: v for k, v in left.items() if v}) }.")
@@ -135,6 +132,7 @@ class Hub:
         present = [(request, share) for request, share in shares.items() if request in self.mediators]
         if present and self._learned is None:
             self._recorder = Recorder()
+            self._places = self._recorder.places
             self._random = torch.get_rng_state()
             self._hooks.watch_all()
         for request, share in present:
@@ -158,7 +156,7 @@ class Hub:
         """
         if self._inside or self._over or get_ident() != self._thread:
             return None
-        if self._recorder is not None and port.kind not in (LOGITS, SAMPLES):
+        if self._recorder is not None and not port.of_step:
             self._recorder.note(port, value, self._rows())
         waiting = self._waiting.pop(port, None)
         if waiting is None:
@@ -192,7 +190,7 @@ class Hub:
         if self._recorder is not None:
             self._learned, self._recorder = self._recorder.learned(), None
             self.tree.learn(self._learned)
-            self._known = self.tree.all_places()
+            self._places = self.tree.places
 
     def abandon_step(self) -> None:
         """The engine failed in this step: forget the step without running blocks."""
@@ -201,6 +199,7 @@ class Hub:
         self._hooks.clear()
         SEAT.leave()
         self._recorder = self._random = None
+        self._places = self.tree.places
 
     def give_up(self, error: Exception) -> None:
         """End every block with an `InternalError` that stands for `error`."""
@@ -217,6 +216,7 @@ class Hub:
 
     def _begin(self, request: str, share: Share) -> None:
         mediator = self.mediators[request]
+        mediator.share = share
         expected = self._steps.get(request, -1) + 1
         if share.step != expected:
             reason = share.reason or f"the engine computed step {share.step} again, where step {expected} was due"
@@ -243,7 +243,7 @@ class Hub:
 
     def _serve(self, mediator: Mediator, port: Port, value: object) -> object:
         """One block's turn at a port; returns the replacement that it asks for, if any."""
-        share = self._shares[self._requests[mediator]]
+        share = mediator.share
         window = share.last if self._sampling else share.rows
         try:
             copy = copy_rows(value, window, port)
@@ -260,11 +260,11 @@ class Hub:
         changes = held.changes()
         if changes is None:
             return None
-        self.edited.add(self._requests[mediator])
+        self.edited.add(mediator.request)
         return put_rows(value, changes, window, port)
 
     def _missed(self, mediator: Mediator, port: Port) -> None:
-        known = self.tree.places(port) or port.kind in (LOGITS, SAMPLES)
+        known = port in self.tree.places or port.of_step
         why = "" if known else " The engine does not call this module as a module (or not in this mode)."
         error = PortNotReachedError(
             f"{port} did not come in step {mediator.step}: the module was not called.{why} "
@@ -281,11 +281,15 @@ class Hub:
         """See what a block waits for now."""
         port = mediator.wait
         if isinstance(port, Port):
-            self._waiting.setdefault(port, []).append(mediator)
-            if port.kind not in (LOGITS, SAMPLES):
+            waiting = self._waiting.get(port)
+            if waiting is None:
+                self._waiting[port] = [mediator]
+            else:
+                waiting.append(mediator)
+            if not port.of_step:
                 self._hooks.watch(port)
         elif mediator.done and (mediator.failure is not None or mediator.stopped):
-            self.ended.add(self._requests[mediator])
+            self.ended.add(mediator.request)
 
     def _call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a module for a block, on copies, with no port firing."""
@@ -318,28 +322,23 @@ class Hub:
 
     def _arrive(self, port: Port) -> None:
         """Note how far the model has come in the order of its modules."""
-        for place in self._order_places(port):
+        for place in self._places.get(port, ()):
             if place > self._place:
                 self._place = place
                 break
 
-    def _order_places(self, port: Port) -> tuple[int, ...]:
-        if self._recorder is None:
-            return self._known.get(port, ())
-        return tuple(place for place, other in enumerate(self._recorder.order) if other == port)
-
     def _passed(self, port: Port) -> str | None:
         """Why the port cannot come any more in this step, or None if it may."""
-        known = self._known.get(port)
+        known = self._places.get(port)
         if known is not None and known[-1] > self._place and not self._sampling and not self._over:
             return None  # the usual case
         if self._over:
             return f"{port} has passed: the step is over. Ask for it in the next step, in a loop over `tracer.iter`."
-        late = self._now is not None and self._now.kind in (LOGITS, SAMPLES)
-        if port.kind in (LOGITS, SAMPLES):
+        late = self._now is not None and self._now.of_step
+        if port.of_step:
             passed = self._now is not None and self._now.kind == SAMPLES and port.kind == LOGITS
             return None if not passed else f"{port} has passed: the model is at {self._now}, which comes after it."
-        places = self._order_places(port)
+        places = self._places.get(port)
         if not places or (places[-1] > self._place and not late):
             return None
         return (

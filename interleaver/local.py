@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..envoy.address import LOGITS, SAMPLES, Port, suggestion
+from ..envoy.address import LOGITS, SAMPLES, port_at, suggestion
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import MisuseError, SamplingError
 from ..tracer.backend import Reply
@@ -147,7 +147,8 @@ class _LocalBackend:
         hub, model = self._hub, self._model
         device = next((parameter.device for parameter in model._module.parameters()), None)
         fresh = hub.learned is None
-        launched = launch(payload, model._tree, self._envoy, device, capture_output=False)
+        with torch.no_grad():  # the block's mode too, as in an engine
+            launched = launch(payload, model._tree, self._envoy, device, capture_output=False)
         hub.add(_REQUEST, launched.mediator, self._vocabulary)
         try:
             with torch.no_grad():
@@ -198,14 +199,14 @@ class _LocalBackend:
         return LocalOutput(tuple(request.token_ids), tuple(tokens), text, reason)
 
     def _sample(self, logits: torch.Tensor, sampling: LocalSampling, generator: torch.Generator) -> int:
-        replaced = self._hub.fire(Port("", LOGITS), logits)
+        replaced = self._hub.fire(port_at("", LOGITS), logits)
         logits = logits if replaced is None else replaced  # type: ignore[assignment]
         if sampling.temperature == 0:
             sample = logits.argmax(-1)
         else:
             chances = torch.softmax(logits.float() / sampling.temperature, -1)
             sample = torch.multinomial(chances, 1, generator=generator)[:, 0]
-        replaced = self._hub.fire(Port("", SAMPLES), sample)
+        replaced = self._hub.fire(port_at("", SAMPLES), sample)
         return int((sample if replaced is None else replaced).item())  # type: ignore[attr-defined]
 
 

@@ -7,7 +7,6 @@ on that thread; nothing blocks.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
@@ -22,6 +21,7 @@ from ..tracer.tracer import Tracer
 from .modes import Turns
 from .values import Held
 from .views import Part, view, with_part
+from .windows import Share
 
 
 class StepWait:
@@ -57,6 +57,8 @@ class Mediator(active.Session):
 
     Attributes:
         tracer: the object that the block knows as its tracer.
+        request: id of the request that it runs for.
+        share: that request's rows in the engine step that is running.
         wait: what it waits for; None before its first turn and after its last.
         step: the generation step it is in.
         port: the port it is at, as long as that one can be read and written.
@@ -73,6 +75,8 @@ class Mediator(active.Session):
     def __init__(self, tree: ModuleTree, turns: Turns, body: Callable[[Mediator], dict[str, object]]) -> None:
         self.tree = tree
         self.tracer = Tracer()
+        self.request = ""
+        self.share = Share(None, None, None)
         self.wait: Wait | None = None
         self.step = 0
         self.port: Port | None = None
@@ -92,7 +96,6 @@ class Mediator(active.Session):
         self._held: Held | None = None
         self._ended = False
         self._result: object = None
-        self._thread = threading.get_ident()
         self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(_padded, _PADDING, self._run))
 
     # --- the engine's side
@@ -109,10 +112,7 @@ class Mediator(active.Session):
     def at_port(self, port: Port, held: Held) -> None:
         """Its turn at the port that it waited for; `held` has its copy, and afterwards its edits."""
         self.port, self._held = port, held
-        try:
-            self._turn(held.value)
-        finally:
-            self.port = self._held = None
+        self._turn(True)
 
     def at_step(self, step: int) -> None:
         """Its turn at the beginning of the step that it waited for."""
@@ -133,7 +133,7 @@ class Mediator(active.Session):
 
     def fail(self, error: Exception) -> None:
         """Raise `error` in the block, at the line where it waits."""
-        self._turn(error)
+        self._turn(None, error)
 
     def drop(self, error: BaseException) -> None:
         """End the block from outside, without another turn of the user's code."""
@@ -155,18 +155,18 @@ class Mediator(active.Session):
         self.scope = {}
         self.saved = []
 
-    def _turn(self, value: object) -> None:
-        if threading.get_ident() != self._thread:
-            raise InternalError("a block was resumed on another thread than it was started on.")
+    def _turn(self, value: object, error: Exception | None = None) -> None:
         assert self._greenlet is not None, "a block that has ended has no turns"
         self.wait = None
         self._turns.begin()
         try:
-            given = self._greenlet.switch(value)
+            given = self._greenlet.switch(value) if error is None else self._greenlet.throw(error)
             self.wait = given if isinstance(given, _WAITS) else None
         finally:
-            self._turns.end(over=self.wait is None)
-        if self.wait is None:
+            over = self.wait is None
+            self._turns.end(over=over)
+            self.port = self._held = None
+        if over:
             self._greenlet = None
 
     def _run(self, _first: object) -> None:
@@ -185,12 +185,14 @@ class Mediator(active.Session):
     # --- the block's side
 
     def read(self, port: Port, part: Part) -> object:
-        self._go(port)
-        assert self._held is not None
-        return self._held.value if part == "output" else view(self._held.value, part)
+        if port is not self.port:
+            self._go(port)
+        value = self._held.value  # type: ignore[union-attr]  # at a port there is one
+        return value if part == "output" else view(value, part)
 
     def write(self, port: Port, part: Part, value: object) -> None:
-        self._go(port)
+        if port is not self.port:
+            self._go(port)
         assert self._held is not None
         self._held.assign(with_part(self._held.value, part, value), str(port))
 
@@ -224,9 +226,7 @@ class Mediator(active.Session):
         self.warnings.append((message, self.line()))
 
     def _go(self, port: Port) -> None:
-        """Be at `port`: at once if it is the current one, else by waiting for it."""
-        if port == self.port:
-            return
+        """Be at `port`, which is not the current one, by waiting for it."""
         if self._ended:
             raise StepError(
                 f"{port} was asked for after the request had ended (in step {self.step}). Read ports before the end, "
@@ -245,10 +245,7 @@ class Mediator(active.Session):
         if current is not self._greenlet:
             raise PortError(f"a port was asked for outside the block's own flow of control (in {current!r}).")
         assert current.parent is not None
-        given = current.parent.switch(wait)
-        if isinstance(given, Exception):
-            raise given
-        return given
+        return current.parent.switch(wait)
 
 
 _WAITS = (Port, StepWait, EndWait)

@@ -9,21 +9,27 @@ from ..envoy.tree import Learned
 
 
 class Recorder:
-    """Notes every port that fires during one step, and the shapes of the outputs."""
+    """Notes every port that fires during one step, and the shapes of the outputs.
+
+    Attributes:
+        places: where in the order each port has fired so far.
+    """
 
     def __init__(self) -> None:
-        self.order: list[Port] = []
+        self.places: dict[Port, list[int]] = {}
+        self._order: list[Port] = []
         self._shapes: dict[str, str] = {}
 
     def note(self, port: Port, value: object, rows: int | None) -> None:
         """Add a port that fires now; `rows` is the number of rows of the batch, shown as ``n``."""
-        self.order.append(port)
+        self.places.setdefault(port, []).append(len(self._order))
+        self._order.append(port)
         if port.kind == OUTPUT:
             self._shapes[port.address] = _shape(value, rows)
 
     def learned(self) -> Learned:
         """What was noted."""
-        return Learned(tuple((port.address, port.kind) for port in self.order), dict(self._shapes))
+        return Learned(tuple((port.address, port.kind) for port in self._order), dict(self._shapes))
 
 
 def _shape(value: object, rows: int | None) -> str:

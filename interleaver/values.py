@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -79,24 +80,16 @@ def row_dim(tensor: torch.Tensor, window: Window, where: Port) -> int:
 
 def copy_rows(value: object, window: Window | None, where: Port) -> object:
     """A private copy of the request's rows; all rows if `window` is None."""
-    if not torch.is_inference_mode_enabled():
-        return _copies(value, window, where)
-    with inference_mode(False):
-        return _copies(value, window, where)
-
-
-def _copies(value: object, window: Window | None, where: Port) -> object:
-    if isinstance(value, torch.Tensor):
-        return _copy(value, window, where)
-    return map_tensors(value, lambda tensor: _copy(tensor, window, where))
-
-
-def _copy(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Tensor:
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    if torch.is_inference_mode_enabled():
+        with inference_mode(False):
+            return copy_rows(value, window, where)
+    if not isinstance(value, torch.Tensor):
+        return map_tensors(value, lambda tensor: cast(torch.Tensor, copy_rows(tensor, window, where)))
+    if value.requires_grad:
+        value = value.detach()
     if window is not None:
-        tensor = tensor.narrow(row_dim(tensor, window, where), window.start, window.length)
-    return tensor.clone()
+        value = value.narrow(row_dim(value, window, where), window.start, window.length)
+    return value.clone()
 
 
 def put_rows(value: object, changes: list[torch.Tensor | None], window: Window | None, where: Port) -> object:
@@ -142,17 +135,20 @@ class Held:
     is kept.
     """
 
+    __slots__ = ("_containers", "_forms", "_originals", "_tensor", "_version", "_versions", "fixed", "limit", "value")
+
     def __init__(self, value: object, limit: int | None = None, fixed: str | None = None) -> None:
         self.value = value
         self.limit = limit
         self.fixed = fixed
-        self._tensor = value if isinstance(value, torch.Tensor) else None
-        if self._tensor is not None:  # the usual case, written out because it is quick
-            self._originals, self._containers = [self._tensor], None
-            self._version = version_of(self._tensor)
-            self._forms = [(self._tensor.shape, self._tensor.dtype)]
+        if isinstance(value, torch.Tensor):  # the usual case, here and below, is told apart quickly
+            self._tensor: torch.Tensor | None = value
+            self._version = version_of(value)
+            self._forms = [(value.shape, value.dtype)]
+            self._containers = None
         else:
-            self._originals = []
+            self._tensor = None
+            self._originals: Leaves = []
             containers = map_tensors(value, _noted_in(self._originals))
             self._containers = containers if _can_change(containers) else None
             self._versions = [version_of(tensor) for tensor in self._originals]
@@ -175,7 +171,8 @@ class Held:
         Raises:
             WriteError: the containers of the copy no longer fit what the model works on.
         """
-        if self._untouched():
+        tensor = self._tensor
+        if tensor is not None and self.value is tensor and version_of(tensor) == self._version:
             return
         if self.fixed is not None:
             raise WriteError(self.fixed)
@@ -192,20 +189,17 @@ class Held:
 
     def changes(self) -> list[torch.Tensor | None] | None:
         """One entry per tensor, None for the untouched ones; None if nothing was touched."""
-        if self._untouched():
+        tensor = self._tensor
+        if tensor is not None and self.value is tensor and version_of(tensor) == self._version:
             return None
         now = tensors_of(self.value)
-        if self._tensor is not None:
+        if tensor is not None:
             return [*now]
         changed = [
             tensor if tensor is not original or version_of(tensor) != version else None
             for tensor, original, version in zip(now, self._originals, self._versions, strict=True)
         ]
         return changed if any(tensor is not None for tensor in changed) else None
-
-    def _untouched(self) -> bool:
-        """Whether it is one tensor and was only read: the usual case, told apart quickly."""
-        return self.value is self._tensor and self._tensor is not None and version_of(self._tensor) == self._version
 
 
 def _can_change(value: object) -> bool:

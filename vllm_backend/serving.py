@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from ..envoy.address import LOGITS, SAMPLES, Port
+from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InternalError, MisuseError
 from ..interleaver.hub import Hub
@@ -165,5 +165,5 @@ class Serving:
         return next((parameter.device for parameter in parameters), None)
 
     def _fired(self, kind: str, value: torch.Tensor) -> torch.Tensor:
-        replaced = self._ready().fire(Port("", kind), value)
+        replaced = self._ready().fire(port_at("", kind), value)
         return replaced if isinstance(replaced, torch.Tensor) else value

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from invivo.envoy.address import INPUT, OUTPUT, Port
+from invivo.envoy.address import INPUT, OUTPUT, Port, port_at
 from invivo.interleaver.hooks import StepHooks
 
 
@@ -65,10 +65,10 @@ def clean(model: torch.nn.Module) -> bool:
 
 
 def test_a_port_fires_once_a_call_and_leaves_no_hook() -> None:
-    model, hooks, fired = watched(Port("layers.1.inner", OUTPUT))
+    model, hooks, fired = watched(port_at("layers.1.inner", OUTPUT))
     model(torch.ones(1, 2))
-    assert fired.count(Port("layers.1.inner", OUTPUT)) == 1
-    assert Port("layers.0.inner", OUTPUT) not in fired
+    assert fired.count(port_at("layers.1.inner", OUTPUT)) == 1
+    assert port_at("layers.0.inner", OUTPUT) not in fired
     assert len(hooks) > 0
     hooks.clear()
     assert len(hooks) == 0 and clean(model)
@@ -79,16 +79,16 @@ def test_a_port_fires_once_a_call_and_leaves_no_hook() -> None:
 
 def test_a_module_in_several_places_is_told_by_its_caller() -> None:
     """The shared ReLU is three addresses, each of which fires in its own layer."""
-    model, _, fired = watched(*(Port(f"layers.{index}.shared", OUTPUT) for index in range(3)))
+    model, _, fired = watched(*(port_at(f"layers.{index}.shared", OUTPUT) for index in range(3)))
     model(torch.ones(1, 2))
     outputs = [port for port in fired if port.address.endswith("shared") and port.kind == OUTPUT]
-    assert outputs == [Port(f"layers.{index}.shared", OUTPUT) for index in range(3)]
+    assert outputs == [port_at(f"layers.{index}.shared", OUTPUT) for index in range(3)]
 
 
 def test_a_tied_module_under_a_silent_parent_fires_under_its_first_address() -> None:
-    model, _, fired = watched(Port("inner.embedding", OUTPUT))
+    model, _, fired = watched(port_at("inner.embedding", OUTPUT))
     model(torch.ones(1, 2))
-    assert Port("inner.embedding", OUTPUT) in fired
+    assert port_at("inner.embedding", OUTPUT) in fired
 
 
 def test_a_port_asked_for_inside_of_its_module_still_fires() -> None:
@@ -98,13 +98,13 @@ def test_a_port_asked_for_inside_of_its_module_still_fires() -> None:
 
     def fire(port: Port, value: object) -> None:
         fired.append(port)
-        if port == Port("layers.1.inner", OUTPUT):
-            hooks.watch(Port("layers.1", OUTPUT))
+        if port == port_at("layers.1.inner", OUTPUT):
+            hooks.watch(port_at("layers.1", OUTPUT))
 
     hooks = StepHooks(model, fire)
-    hooks.watch(Port("layers.1.inner", OUTPUT))
+    hooks.watch(port_at("layers.1.inner", OUTPUT))
     model(torch.ones(1, 2))
-    assert Port("layers.1", OUTPUT) in fired
+    assert port_at("layers.1", OUTPUT) in fired
 
 
 def test_all_ports_in_execution_order() -> None:
@@ -113,24 +113,24 @@ def test_all_ports_in_execution_order() -> None:
     hooks.watch_all()
     model(torch.ones(1, 2))
     first = [
-        Port("", INPUT),
-        Port("inner.embedding", INPUT),
-        Port("inner.embedding", OUTPUT),
-        Port("layers.0", INPUT),
-        Port("layers.0.inner", INPUT),
-        Port("layers.0.inner", OUTPUT),
-        Port("layers.0.shared", INPUT),
-        Port("layers.0.shared", OUTPUT),
-        Port("layers.0", OUTPUT),
+        port_at("", INPUT),
+        port_at("inner.embedding", INPUT),
+        port_at("inner.embedding", OUTPUT),
+        port_at("layers.0", INPUT),
+        port_at("layers.0.inner", INPUT),
+        port_at("layers.0.inner", OUTPUT),
+        port_at("layers.0.shared", INPUT),
+        port_at("layers.0.shared", OUTPUT),
+        port_at("layers.0", OUTPUT),
     ]
     assert fired[: len(first)] == first
-    assert fired[-1] == Port("", OUTPUT)
+    assert fired[-1] == port_at("", OUTPUT)
     hooks.clear()
     assert clean(model)
 
 
 def test_a_replacement_is_what_the_model_goes_on_with() -> None:
     model = Model()
-    hooks = StepHooks(model, lambda port, value: torch.zeros(1, 2) if port == Port("layers.2", OUTPUT) else None)
-    hooks.watch(Port("layers.2", OUTPUT))
+    hooks = StepHooks(model, lambda port, value: torch.zeros(1, 2) if port == port_at("layers.2", OUTPUT) else None)
+    hooks.watch(port_at("layers.2", OUTPUT))
     assert torch.equal(model(torch.ones(1, 2)), torch.zeros(1, 2))

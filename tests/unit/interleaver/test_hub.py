@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from invivo.envoy.address import LOGITS, OUTPUT, SAMPLES, Port
+from invivo.envoy.address import LOGITS, OUTPUT, SAMPLES, port_at
 from invivo.envoy.envoy import RootEnvoy
 from invivo.envoy.errors import (
     InternalError,
@@ -61,10 +61,10 @@ class Batch:
             out = self.model(rows)
             self.hub.forward_done()
             logits = torch.arange(float(len(split) * 10)).reshape(len(split), 10)
-            replaced: Any = self.hub.fire(Port("", LOGITS), logits)
+            replaced: Any = self.hub.fire(port_at("", LOGITS), logits)
             logits = logits if replaced is None else replaced
             samples = logits.argmax(-1)
-            replaced = self.hub.fire(Port("", SAMPLES), samples)
+            replaced = self.hub.fire(port_at("", SAMPLES), samples)
             self.hub.finish_step()
         return out, samples if replaced is None else replaced
 
@@ -219,6 +219,6 @@ def test_order_is_learned_once(batch: Batch) -> None:
     assert batch.hub.learned is None
     batch.step(torch.randn(2, 3), split(2))
     assert batch.hub.learned is not None
-    assert batch.hub.tree.places(Port("first", OUTPUT)) == (2,)
-    assert batch.hub.tree.places(Port("unused", OUTPUT)) == ()
+    assert batch.hub.tree.places[port_at("first", OUTPUT)] == (2,)
+    assert port_at("unused", OUTPUT) not in batch.hub.tree.places
     assert batch.hub.tree.shapes["first"] == "[n, 3]"
