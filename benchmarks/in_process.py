@@ -114,8 +114,12 @@ def _bare(x: torch.Tensor) -> Callable[[], float]:
 
     running = greenlet.greenlet(block)
     running.switch(None)
+
+    def hook(module: torch.nn.Module, args: object, output: torch.Tensor) -> None:
+        running.switch(output.clone())
+
     for unit in module.units:
-        unit.register_forward_hook(lambda module, args, output: running.switch(output.clone()))
+        unit.register_forward_hook(hook)
 
     def bare() -> float:
         began = time.thread_time()

@@ -12,13 +12,16 @@ Which of them is running is told by which of the modules around them is open, so
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import torch
 
 from ..envoy.address import INPUT, OUTPUT, Port, port_at
-from .torch_compat import hook_input, hook_output, unhook_input, unhook_output
+from .torch_compat import input_hooks, output_hooks, with_keywords
 
 Fire = Callable[[Port, object], object]
+_Tables: TypeAlias = "tuple[dict[Any, Any], ...]"
+_Made: TypeAlias = "tuple[_Tables, Callable[..., object]]"
 
 
 class StepHooks:
@@ -39,9 +42,9 @@ class StepHooks:
             place: self._caller(place) for places in self._places.values() if len(places) > 1 for place in places
         }
         self._both = {address for pair in self._around.items() for address in pair}
-        self._made: dict[Port, tuple[torch.nn.Module, Callable[..., object]]] = {}
+        self._made: dict[Port, _Made] = {}
         self._needed: dict[Port, tuple[Port, ...]] = {}
-        self._on: dict[Port, torch.nn.Module] = {}
+        self._on: dict[Port, _Tables] = {}
         self._open: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -67,8 +70,9 @@ class StepHooks:
 
     def clear(self) -> None:
         """Take all hooks off."""
-        for port, module in self._on.items():
-            (unhook_input if port.kind == INPUT else unhook_output)(module, self)
+        for tables in self._on.values():
+            for table in tables:
+                table.pop(self, None)
         self._on.clear()
         self._open.clear()
 
@@ -87,12 +91,21 @@ class StepHooks:
         return self._needed[port]
 
     def _put(self, port: Port) -> None:
-        made = self._made.get(port)
-        if made is None:
-            hook = self._before(port) if port.kind == INPUT else self._after(port)
-            made = self._made[port] = self._modules[port.address], hook
-        self._on[port] = made[0]
-        (hook_input if port.kind == INPUT else hook_output)(made[0], self, made[1])
+        tables, hook = self._made.get(port) or self._make(port)
+        self._on[port] = tables
+        for table in tables:
+            table[self] = hook
+
+    def _make(self, port: Port) -> _Made:
+        """The hook of a port, and the tables of its module that it has to be in."""
+        module = self._modules[port.address]
+        made: _Made
+        if port.kind == INPUT:
+            made = (input_hooks(module), with_keywords(module)), self._before(port)
+        else:
+            made = (output_hooks(module),), self._after(port)
+        self._made[port] = made
+        return made
 
     def _before(self, port: Port) -> Callable[..., object]:
         """A hook that fires a port with the arguments of its module."""

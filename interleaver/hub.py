@@ -163,7 +163,10 @@ class Hub:
             return None
         self._now = port
         if not self._sampling:
-            self._arrive(port)
+            for place in self._places.get(port, ()):
+                if place > self._place:
+                    self._place = place
+                    break
         replaced: object = None
         for mediator in waiting:
             base = value if replaced is None else replaced
@@ -319,13 +322,6 @@ class Hub:
     def _rows(self) -> int | None:
         window = next(iter(self._shares.values())).rows
         return window.total if window is not None else None
-
-    def _arrive(self, port: Port) -> None:
-        """Note how far the model has come in the order of its modules."""
-        for place in self._places.get(port, ()):
-            if place > self._place:
-                self._place = place
-                break
 
     def _passed(self, port: Port) -> str | None:
         """Why the port cannot come any more in this step, or None if it may."""

@@ -112,7 +112,7 @@ class Mediator(active.Session):
     def at_port(self, port: Port, held: Held) -> None:
         """Its turn at the port that it waited for; `held` has its copy, and afterwards its edits."""
         self.port, self._held = port, held
-        self._turn(True)
+        self._turn(None)
 
     def at_step(self, step: int) -> None:
         """Its turn at the beginning of the step that it waited for."""

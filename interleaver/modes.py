@@ -19,7 +19,7 @@ import torch
 
 from ..envoy.errors import MisuseError
 from .generator import SEAT, Stream
-from .torch_compat import leave_modes, set_grad_enabled, stacked_modes
+from .torch_compat import autocast_on, dispatch_modes, function_modes, inference_on, leave_modes, set_grad_enabled
 
 
 class Turns:
@@ -47,7 +47,7 @@ class Turns:
         """Put the engine's state aside and bring in the block's."""
         grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
         self._outside = (grad, dtype, sys.stdout)
-        self._entered = stacked_modes()
+        self._entered = (inference_on(), function_modes(), dispatch_modes(), autocast_on())
         if SEAT.taken is not self._random:
             SEAT.take(self._random)
         if self._grad != grad:
@@ -65,7 +65,7 @@ class Turns:
         Args:
             over: the block has ended, maybe inside of a mode; one that goes on has passed `check`.
         """
-        if over and self._entered is not None and stacked_modes() != self._entered:
+        if over and self._entered is not None:
             leave_modes(*self._entered)
         grad, dtype, stdout = self._outside
         self._grad = torch.is_grad_enabled()
@@ -85,7 +85,7 @@ class Turns:
         Raises:
             MisuseError: a mode was entered in this turn and not left.
         """
-        if stacked_modes() != self._entered:
+        if (inference_on(), function_modes(), dispatch_modes(), autocast_on()) != self._entered:
             raise MisuseError(
                 "a port was asked for inside a torch mode (`inference_mode(...)`, `autocast`, `torch.device(...)`, "
                 "...) that the block opened. The model would run under it, so leave it first: read the port, then open "

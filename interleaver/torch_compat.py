@@ -25,28 +25,30 @@ version_of = cast("Callable[[torch.Tensor], int]", vars(torch._C.TensorBase)["_v
 """How often a tensor was changed in place; only tensors that were made outside of inference mode count it."""
 
 
-def stacked_modes() -> tuple[bool, int, int, bool]:
-    """The modes that torch keeps on stacks: inference mode, function modes, dispatch modes, autocast."""
-    return _inference(), _functions(), _dispatches(), _autocast()
+inference_on = torch.is_inference_mode_enabled
+function_modes = torch._C._len_torch_function_stack
+dispatch_modes = torch._C._len_torch_dispatch_stack
+autocast_on = torch._C._is_any_autocast_enabled
+"""These four tell which of the modes are on that torch keeps on stacks."""
 
 
 def leave_modes(inference: bool, functions: int, dispatches: int, autocast: bool) -> None:
-    """Bring `stacked_modes` back to what it was, by leaving what was entered since."""
-    while torch._C._len_torch_dispatch_stack() > dispatches:
+    """Bring the stacked modes back to what they were, by leaving what was entered since."""
+    while dispatch_modes() > dispatches:
         mode: Any = _get_current_dispatch_mode_stack()[-1]
         mode.__exit__(None, None, None)
-    while torch._C._len_torch_function_stack() > functions:
+    while function_modes() > functions:
         mode = torch._C._pop_torch_function_stack()
         if isinstance(mode, _device.DeviceContext) and hasattr(mode, "old_device"):  # `torch.set_default_device`
             _device.CURRENT_DEVICE = mode.old_device
             vars(torch._GLOBAL_DEVICE_CONTEXT).pop("device_context", None)
-    if _autocast() and not autocast:
+    if autocast_on() and not autocast:
         for device in ("cpu", "cuda"):
             torch.set_autocast_enabled(device, False)
         while torch.autocast_decrement_nesting() > 0:
             pass
         torch.clear_autocast_cache()
-    if _inference() != inference:
+    if inference_on() != inference:
         guard = inference_mode(inference)
         guard.__enter__()
         _guards.append(guard)
@@ -55,29 +57,17 @@ def leave_modes(inference: bool, functions: int, dispatches: int, autocast: bool
 _guards: list[AbstractContextManager[None]] = []
 """Kept for good: a guard of inference mode that goes away puts back what there was before it."""
 
-_inference = torch.is_inference_mode_enabled
-_functions = torch._C._len_torch_function_stack
-_dispatches = torch._C._len_torch_dispatch_stack
-_autocast = torch._C._is_any_autocast_enabled
+
+def output_hooks(module: torch.nn.Module) -> dict[Any, Any]:
+    """Where `register_forward_hook` puts hooks, under a key and without a handle."""
+    return module._forward_hooks
 
 
-def hook_input(module: torch.nn.Module, key: Any, hook: Callable[..., object]) -> None:
-    """As `register_forward_pre_hook` with keyword arguments, under a key of one's own and without a handle."""
-    module._forward_pre_hooks_with_kwargs[key] = True
-    module._forward_pre_hooks[key] = hook
+def input_hooks(module: torch.nn.Module) -> dict[Any, Any]:
+    """Where `register_forward_pre_hook` puts hooks."""
+    return module._forward_pre_hooks
 
 
-def hook_output(module: torch.nn.Module, key: Any, hook: Callable[..., object]) -> None:
-    """As `register_forward_hook`, under a key of one's own and without a handle."""
-    module._forward_hooks[key] = hook
-
-
-def unhook_input(module: torch.nn.Module, key: Any) -> None:
-    """Take off what `hook_input` has put on."""
-    module._forward_pre_hooks.pop(key, None)
-    module._forward_pre_hooks_with_kwargs.pop(key, None)
-
-
-def unhook_output(module: torch.nn.Module, key: Any) -> None:
-    """Take off what `hook_output` has put on."""
-    module._forward_hooks.pop(key, None)
+def with_keywords(module: torch.nn.Module) -> dict[Any, Any]:
+    """The keys of those `input_hooks` that get the keyword arguments too."""
+    return module._forward_pre_hooks_with_kwargs
