@@ -52,6 +52,27 @@ class TensorBlob(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+class Group(msgspec.Struct, frozen=True, array_like=True):
+    """The place of a block among the invokes of one trace.
+
+    Attributes:
+        trace: id of the trace, the same in all of its invokes.
+        index: which of the invokes this is, in the order in which they were written.
+        size: how many there are.
+        takes: names whose values come from an earlier invoke, with the index of that one: what the name holds at the
+            end of its block.
+        gives: names whose values later invokes take from this one.
+        barriers: the barriers that the block refers to, each with the number of blocks that meet there.
+    """
+
+    trace: str
+    index: int
+    size: int
+    takes: tuple[tuple[str, int], ...]
+    gives: tuple[str, ...]
+    barriers: tuple[tuple[str, int], ...]
+
+
 class Payload(msgspec.Struct, frozen=True, array_like=True):
     """One block for one request.
 
@@ -63,6 +84,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
         tensors: buffers that `values` refers to by index.
         seed: seed of the random numbers drawn in the block.
         uses: other sources of randomness that the block refers to (``"random"``, ``"numpy"``).
+        group: the other invokes of the trace; None if it is one request by itself.
     """
 
     version: int
@@ -72,6 +94,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
     tensors: tuple[TensorBlob, ...]
     seed: int
     uses: tuple[str, ...]
+    group: Group | None = None
 
 
 class TracerHandle:
