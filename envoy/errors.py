@@ -20,6 +20,7 @@
     │   ├── PromptError          a prompt that is empty, too long or of a wrong kind
     │   ├── EngineClosedError    the engine was closed
     │   ├── UnsupportedError     a feature of the engine under which traces would be wrong
+    │   │   └── PreemptedError       memory ran out, and what the block had edited was thrown away
     │   └── VersionError         a version of vLLM that invivo was not tested with
     ├── EngineDiedError          the engine process is gone
     └── InternalError            a bug in invivo: please report it
@@ -102,6 +103,10 @@ class EngineClosedError(MisuseError):
 
 class UnsupportedError(MisuseError):
     """A setting of the engine under which a trace could be wrong."""
+
+
+class PreemptedError(UnsupportedError):
+    """The engine ran out of memory for keys and values and threw away those that the block had edited."""
 
 
 class VersionError(MisuseError):

@@ -14,7 +14,7 @@ from threading import get_ident
 import torch
 
 from ..envoy.address import LOGITS, SAMPLES, Port
-from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
+from ..envoy.errors import InternalError, PortNotReachedError, PreemptedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws
 from .hooks import StepHooks
@@ -219,19 +219,21 @@ class Hub:
 
     def _begin(self, request: str, share: Share) -> None:
         mediator = self.mediators[request]
-        mediator.share = share
+        if mediator.done and not mediator.edited:
+            return
         expected = self._steps.get(request, -1) + 1
         if share.step != expected:
-            reason = share.reason or f"the engine computed step {share.step} again, where step {expected} was due"
-            error = UnsupportedError(
-                f"this trace had to end: {reason}. A block sees each step once and whole, and its edits would be "
-                "missing from what is computed again."
-            )
-            self._end_with(mediator, request, error)
-            return
+            if not expected or mediator.edited or share.step not in (None, 0):
+                self._end_with(mediator, request, _broken(share, expected))
+                return
+            again = share.last_of(expected)  # after a preemption; nothing that is computed again was edited
+            if again is None:
+                return
+            share = again
         self._steps[request] = expected
         if mediator.done:
             return
+        mediator.share = share
         if mediator.wait is None:
             self._turn(mediator, mediator.start)
         elif isinstance(mediator.wait, StepWait) and mediator.wait.step == expected:
@@ -264,6 +266,7 @@ class Hub:
         if changes is None:
             return None
         self.edited.add(mediator.request)
+        mediator.edited = mediator.edited or not port.of_step
         return put_rows(value, changes, window, port)
 
     def _missed(self, mediator: Mediator, port: Port) -> None:
@@ -342,3 +345,16 @@ class Hub:
             f"({'after all modules' if late else f'place {self._place} in execution order'}), and {port} is at place "
             f"{places[-1]}. Read ports in execution order, and keep what you read in a variable."
         )
+
+
+def _broken(share: Share, expected: int) -> UnsupportedError:
+    """Why a block cannot go on with rows that are not the step that it expects."""
+    if expected and share.position == 0:
+        return PreemptedError(
+            f"this trace had to end before step {expected}: memory for keys and values ran out, and the engine threw "
+            "this request's away to compute them again later. The block's edits would be missing from them. Give the "
+            "engine more memory (`kv_cache_memory_bytes`, `gpu_memory_utilization`) or fewer requests at a time "
+            "(`max_num_seqs`)."
+        )
+    reason = share.reason or f"the engine computed step {share.step} again, where step {expected} was due"
+    return UnsupportedError(f"this trace had to end: {reason}. A block sees each step once and whole.")

@@ -59,6 +59,7 @@ class Mediator(active.Session):
         tracer: the object that the block knows as its tracer.
         request: id of the request that it runs for.
         share: that request's rows in the engine step that is running.
+        edited: it has changed what a module takes or gives, and so the keys and values of later layers.
         wait: what it waits for; None before its first turn and after its last.
         step: the generation step it is in.
         port: the port it is at, as long as that one can be read and written.
@@ -77,6 +78,7 @@ class Mediator(active.Session):
         self.tracer = Tracer()
         self.request = ""
         self.share = Share(None, None, None)
+        self.edited = False
         self.wait: Wait | None = None
         self.step = 0
         self.port: Port | None = None

@@ -18,7 +18,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as ROTARY_EMBEDDINGS
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
@@ -27,6 +29,7 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 __all__ = [
     "ROTARY_EMBEDDINGS",
+    "AsyncScheduler",
     "AttentionLayerBase",
     "EngineArgs",
     "EngineDeadError",
@@ -37,6 +40,7 @@ __all__ = [
     "SamplerOutput",
     "Scheduler",
     "SchedulerOutput",
+    "SchedulingPolicy",
     "VLLMValidationError",
     "VllmConfig",
     "WorkerWrapperBase",

@@ -14,7 +14,7 @@ import torch
 
 from ..interleaver.windows import Share, shares
 from .adapter import NewRequest
-from .settings import ENDED, KEY
+from .settings import DONE, ENDED, KEY
 
 if TYPE_CHECKING:
     from .compat import ModelRunnerOutput, SamplerOutput, SchedulerOutput
@@ -70,10 +70,11 @@ class RunnerV1(_Runner):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        """Sample the tokens of the engine step; the output says which requests their blocks have ended."""
+        """Sample the tokens of the engine step; the output says what the blocks have ended, and which have ended."""
         output: ModelRunnerOutput = super().sample_tokens(grammar_output)
-        if self.serving.ended:
-            setattr(output, ENDED, self.serving.ended)
+        for name, requests in ((ENDED, self.serving.ended), (DONE, self.serving.done)):
+            if requests:
+                setattr(output, name, requests)
         return output
 
 

@@ -55,6 +55,13 @@ class Serving:
         """Requests that their block has ended."""
         return frozenset(self._hub.ended) if self._hub is not None else frozenset()
 
+    @property
+    def done(self) -> frozenset[str]:
+        """Requests whose blocks have ended; they may still generate."""
+        if self._hub is None:
+            return frozenset()
+        return frozenset(name for name, mediator in self._hub.mediators.items() if mediator.done)
+
     # --- an engine step
 
     def clean(self, scheduled: object) -> None:

@@ -12,8 +12,14 @@ KEY = "invivo"
 ENDED = "invivo_ended"
 """Attribute of a `ModelRunnerOutput`: the requests that their blocks have ended."""
 
-SCHEDULER = "invivo.vllm_backend.scheduler.TraceScheduler"
-"""Dotted path of the scheduler, for `scheduler_cls`."""
+DONE = "invivo_done"
+"""Attribute of a `ModelRunnerOutput`: the requests whose blocks have ended in this engine step; they may go on."""
+
+HELD = "invivo_held"
+"""Attribute of a `ModelRunnerOutput`: the requests whose blocks stand at a barrier."""
+
+SCHEDULER = "invivo.vllm_backend.scheduler.trace_scheduler"
+"""Dotted path of what makes the scheduler, for `scheduler_cls`."""
 
 
 def settings() -> dict[str, object]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from typing import NamedTuple
+from uuid import uuid4
 
 import msgspec
+from msgspec import structs
 from vllm import RequestOutput, SamplingParams
 
-from ..envoy.errors import EngineDiedError, MisuseError
+from ..envoy.errors import EngineDiedError, MisuseError, PreemptedError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
 from ..tracer.prompt import Prompt
 from .engine import Engine
 from .request_output import encode_output
 from .settings import KEY
+
+_ATTEMPTS = 3
+"""How often a request is run that is preempted again and again, before its error is the caller's."""
 
 
 class Request(NamedTuple):
@@ -33,9 +38,18 @@ class SyncBackend:
         """Send the block with its request, wait, and fetch the reply.
 
         The request gets a cache salt of its own and does not look into the prefix cache: what its edits change must
-        not be found by others, and rows found in the cache would never pass the block.
+        not be found by others, and rows found in the cache would never pass the block. A run that was preempted after
+        an edit is run again from its prompt, with the block from its beginning; nothing of it was handed out.
         """
         assert isinstance(request, Request), "VLLM.trace makes the request"
+        for _ in range(_ATTEMPTS - 1):
+            reply, output = self._attempt(payload, request)
+            if reply.failure is None or reply.failure.qualname != PreemptedError.__qualname__:
+                return reply, output
+            payload = structs.replace(payload, trace=uuid4().hex)
+        return self._attempt(payload, request)
+
+    def _attempt(self, payload: Payload, request: Request) -> tuple[Reply, RequestOutput]:
         params = request.params.clone()
         params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
         params.skip_reading_prefix_cache = True
