@@ -223,13 +223,15 @@ class Hub:
             return
         expected = self._steps.get(request, -1) + 1
         if share.step != expected:
-            if not expected or mediator.edited or share.step not in (None, 0):
+            prefix = mediator.partial_prompt and not expected and share.ends_with(0)
+            again = expected and not mediator.edited and share.step in (None, 0)
+            if not prefix and not again:
                 self._end_with(mediator, request, _broken(share, expected))
                 return
-            again = share.last_of(expected)  # after a preemption; nothing that is computed again was edited
-            if again is None:
-                return
-            share = again
+            if again:  # after a preemption, and nothing that is computed once more was edited
+                if not share.ends_with(expected):
+                    return
+                share = share.last_of(expected)
         self._steps[request] = expected
         if mediator.done:
             return
@@ -349,7 +351,7 @@ class Hub:
 
 def _broken(share: Share, expected: int) -> UnsupportedError:
     """Why a block cannot go on with rows that are not the step that it expects."""
-    if expected and share.position == 0:
+    if expected and share.step in (None, 0):
         return PreemptedError(
             f"this trace had to end before step {expected}: memory for keys and values ran out, and the engine threw "
             "this request's away to compute them again later. The block's edits would be missing from them. Give the "

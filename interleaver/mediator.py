@@ -70,6 +70,7 @@ class Mediator(active.Session):
         scope: variables of the block at its end.
         saved: what it saved, in order.
         warnings: message and line of each warning.
+        partial_prompt: step 0 may be the end of the prompt only, where the rest of it was computed for another request.
         fixed_samples: why the request's samples cannot be written; None if they can.
     """
 
@@ -89,6 +90,7 @@ class Mediator(active.Session):
         self.scope: dict[str, object] = {}
         self.saved: list[Saved] = []
         self.warnings: list[tuple[str, int]] = []
+        self.partial_prompt = False
         self.fixed_samples: str | None = None
         self.line: Callable[[], int] = lambda: 0
         self.passed: Callable[[Port], str | None] = lambda port: None

@@ -37,11 +37,13 @@ class Share(NamedTuple):
     position: int = 0
     prompt: int = 0
 
-    def last_of(self, step: int) -> Share | None:
-        """This share cut down to the row of a later step, if it ends with that row: what was computed before it is
-        computed again. None if it ends earlier."""
-        if self.rows is None or self.position + self.rows.length != self.prompt + step:
-            return None
+    def ends_with(self, step: int) -> bool:
+        """Whether the last of its rows is the last row of a step."""
+        return self.rows is not None and self.position + self.rows.length == self.prompt + step
+
+    def last_of(self, step: int) -> Share:
+        """The row of a later step alone, where all before it is computed again."""
+        assert self.rows is not None and self.ends_with(step), "the row is there"
         start, length, total = self.rows
         return self._replace(rows=Window(start + length - 1, 1, total), step=step)
 

@@ -22,11 +22,13 @@ class NewRequest(NamedTuple):
         request_id: the engine's id of it.
         payload: the encoded `Payload`.
         logprobs: the caller asked for log-probabilities of what is sampled.
+        reuses_prefix: what the prefix cache has of the prompt is not computed, and the block does not mind.
     """
 
     request_id: str
     payload: bytes
     logprobs: bool
+    reuses_prefix: bool
 
 
 class RunnerAdapter(Protocol):

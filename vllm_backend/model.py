@@ -65,11 +65,13 @@ class VLLM(RootEnvoy):
         """
         return self._engine.start()
 
-    def trace(self, prompt: object, **sampling: Any) -> Trace:
+    def trace(self, prompt: object, *, reuse_prefix: bool = False, **sampling: Any) -> Trace:
         """Trace one request: ``with model.trace(prompt, max_tokens=5, temperature=0) as tracer:``.
 
         Args:
             prompt: a text, a list of token ids, or a list of chat messages.
+            reuse_prefix: take from the prefix cache what it has of the prompt. The block then sees only the rest of the
+                prompt in step 0 (at least its last token), so do this where it looks at later steps or at logits.
             sampling: arguments of `vllm.SamplingParams` (``max_tokens``, ``temperature``, ``seed``, ...), or one
                 ``sampling_params``.
 
@@ -85,7 +87,7 @@ class VLLM(RootEnvoy):
         params = sampling_params(sampling)
         tokens = tokenize(prompt, self._tokenizer_for(prompt), self._model_config.get_vocab_size())
         self._check_length(tokens)
-        return Trace(self, SyncBackend(self._engine), Request(tokens, params), params.seed or 0)
+        return Trace(self, SyncBackend(self._engine), Request(tokens, params, reuse_prefix), params.seed or 0)
 
     def dispatch(self) -> Self:
         """Start the engine now instead of with the first trace; returns the model."""

@@ -92,7 +92,12 @@ class AdapterV1:
     def new_requests(self, scheduled: SchedulerOutput) -> Sequence[NewRequest]:
         """See `RunnerAdapter`."""
         return [
-            NewRequest(new.req_id, extra[KEY], new.sampling_params.num_logprobs is not None)
+            NewRequest(
+                new.req_id,
+                extra[KEY],
+                new.sampling_params.num_logprobs is not None,
+                not new.sampling_params.skip_reading_prefix_cache,
+            )
             for new in scheduled.scheduled_new_reqs
             if new.sampling_params is not None and KEY in (extra := new.sampling_params.extra_args or {})
         ]

@@ -144,6 +144,7 @@ class Serving:
         payload = msgspec.msgpack.decode(new.payload, type=Payload)
         launched = launch(payload, hub.tree, self._envoy, self._device(), capture_output=True)
         launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
+        launched.mediator.partial_prompt = new.reuses_prefix
         self._launched[payload.trace] = (new.request_id, launched)
         hub.add(new.request_id, launched.mediator, self._vocabulary)
 

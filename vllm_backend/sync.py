@@ -22,10 +22,15 @@ _ATTEMPTS = 3
 
 
 class Request(NamedTuple):
-    """A prompt with its sampling parameters."""
+    """A prompt with its sampling parameters.
+
+    Attributes:
+        reuse_prefix: take what the prefix cache has of the prompt.
+    """
 
     prompt: Prompt
     params: SamplingParams
+    reuse_prefix: bool = False
 
 
 class SyncBackend:
@@ -37,8 +42,9 @@ class SyncBackend:
     def run(self, payload: Payload, request: object) -> tuple[Reply, RequestOutput]:
         """Send the block with its request, wait, and fetch the reply.
 
-        The request gets a cache salt of its own and does not look into the prefix cache: what its edits change must
-        not be found by others, and rows found in the cache would never pass the block. A run that was preempted after
+        The request gets a cache salt of its own and does not look into the prefix cache, unless it is to: rows found
+        there would never pass the block. What its edits change is not found by others, since the scheduler keeps the
+        request out of the cache. A run that was preempted after
         an edit is run again from its prompt, with the block from its beginning; nothing of it was handed out.
         """
         assert isinstance(request, Request), "VLLM.trace makes the request"
@@ -52,8 +58,10 @@ class SyncBackend:
     def _attempt(self, payload: Payload, request: Request) -> tuple[Reply, RequestOutput]:
         params = request.params.clone()
         params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
-        params.skip_reading_prefix_cache = True
-        prompt: dict[str, object] = {"prompt_token_ids": request.prompt.token_ids, "cache_salt": payload.trace}
+        prompt: dict[str, object] = {"prompt_token_ids": request.prompt.token_ids}
+        if not request.reuse_prefix:
+            params.skip_reading_prefix_cache = True
+            prompt["cache_salt"] = payload.trace
         if request.prompt.text is not None:
             prompt["prompt"] = request.prompt.text
         try:
