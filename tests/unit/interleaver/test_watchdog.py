@@ -13,7 +13,7 @@ import greenlet
 import pytest
 import torch
 
-from invivo import InternalError, Local, LimitError, MemoryLimitError, TimeLimitError
+from invivo import InternalError, LimitError, Local, MemoryLimitError, TimeLimitError
 from invivo.envoy.envoy import RootEnvoy
 from invivo.interleaver import watchdog
 from invivo.interleaver.async_error import SIGNAL
