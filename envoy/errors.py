@@ -15,6 +15,10 @@
     │   │   └── StepError            the step is past, or the request has ended
     │   ├── WriteError           a value of another shape, dtype or structure was written
     │   ├── SaveError            a saved value cannot come home
+    │   ├── LimitError           the block was ended, since it used too much of the engine
+    │   │   ├── TimeLimitError       it kept the engine waiting
+    │   │   ├── MemoryLimitError     it filled the memory
+    │   │   └── SaveLimitError       it saved too much
     │   ├── BlockError           an exception of the block whose type the caller does not have
     │   ├── SamplingError        an unknown or invalid sampling argument
     │   ├── PromptError          a prompt that is empty, too long or of a wrong kind
@@ -83,6 +87,22 @@ class WriteError(MisuseError):
 
 class SaveError(MisuseError):
     """A saved value that cannot be sent home."""
+
+
+class LimitError(MisuseError):
+    """The block used more of the engine than a limit allows, and was ended."""
+
+
+class TimeLimitError(LimitError):
+    """The block went on for too long without handing over to the model."""
+
+
+class MemoryLimitError(LimitError):
+    """The block added too much to the memory of its process."""
+
+
+class SaveLimitError(LimitError):
+    """The block saved more bytes than one trace may."""
 
 
 class BlockError(MisuseError):

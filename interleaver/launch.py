@@ -13,6 +13,7 @@ from ..tracer.block import FORMAT, Block, Payload
 from ..tracer.codec import decode
 from ..tracer.program import Program, compile_block
 from ..tracer.saves import save_method
+from .limits import Limits
 from .lost import Snapshot
 from .mediator import Mediator
 from .modes import Turns
@@ -40,6 +41,7 @@ def launch(
     device: torch.device | None = None,
     *,
     capture_output: bool,
+    limits: Limits | None = None,
 ) -> Launched:
     """Make the mediator of one request.
 
@@ -49,6 +51,7 @@ def launch(
         envoy: gives the Envoy of an address.
         device: where captured tensors go; None leaves them on the CPU.
         capture_output: keep what the block prints, instead of letting it out here.
+        limits: of the block.
 
     The payload is checked and decoded in the block's first turn, so whatever fails in it is an error of the block.
     """
@@ -59,7 +62,7 @@ def launch(
         values = decode(payload.values, payload.tensors, envoy=envoy, tracer=mediator.tracer, device=device)
         return _run(payload, compile_block(payload.block), values, mediator)
 
-    mediator = Mediator(tree, Turns(payload.seed, printed, payload.uses), body)
+    mediator = Mediator(tree, Turns(payload.seed, printed, payload.uses), body, limits)
     mediator.line = lambda: _line(payload.block)
     return Launched(mediator, payload.block, printed)
 

@@ -15,10 +15,15 @@ import greenlet
 
 from ..envoy import active
 from ..envoy.address import Port
-from ..envoy.errors import InternalError, PortError, PortPassedError, StepError
+from ..envoy.errors import InternalError, MemoryLimitError, PortError, PortPassedError, StepError
 from ..envoy.tree import ModuleTree
 from ..tracer.tracer import Tracer
+from .guard import Guard, OverLimit, save_error
+from .limits import Limits
+from .memory import give_back
+from .meter import fitting, size_of
 from .modes import Turns
+from .named import named
 from .values import Held
 from .views import Part, view, with_part
 from .windows import Share
@@ -74,7 +79,13 @@ class Mediator(active.Session):
         fixed_samples: why the request's samples cannot be written; None if they can.
     """
 
-    def __init__(self, tree: ModuleTree, turns: Turns, body: Callable[[Mediator], dict[str, object]]) -> None:
+    def __init__(
+        self,
+        tree: ModuleTree,
+        turns: Turns,
+        body: Callable[[Mediator], dict[str, object]],
+        limits: Limits | None = None,
+    ) -> None:
         self.tree = tree
         self.tracer = Tracer()
         self.request = ""
@@ -97,6 +108,7 @@ class Mediator(active.Session):
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
         self._turns = turns
         self._body = body
+        self._guard = Guard(limits) if limits is not None and limits.any else None
         self._held: Held | None = None
         self._ended = False
         self._result: object = None
@@ -145,11 +157,26 @@ class Mediator(active.Session):
         if self._greenlet is not None and self._greenlet:
             self._turns.begin()
             try:
-                self._greenlet.throw(greenlet.GreenletExit)
+                if self._guard is None:
+                    self._greenlet.throw(greenlet.GreenletExit)
+                else:
+                    self._guard.end(self._greenlet, self.failure)
             finally:
                 self._turns.end(over=True)
+        if self._guard is not None:
+            self._guard.leave()
         self._greenlet = None
         self.wait = None
+
+    def check_saves(self) -> None:
+        """Whether what comes home is within the limit; else that is the block's failure, and what fits is kept."""
+        limit = self._guard.limits.saves if self._guard is not None else None
+        if limit is None:
+            return
+        values = named(self.scope, self.saved)
+        if (size := size_of(values.values())) > limit:
+            self.failure = self.failure or save_error(size, limit)
+            self.scope = fitting(values, limit)
 
     def forget(self) -> None:
         """Let go of everything that the block held, once it was sent home."""
@@ -164,7 +191,10 @@ class Mediator(active.Session):
         self.wait = None
         self._turns.begin()
         try:
-            given = self._greenlet.switch(value) if error is None else self._greenlet.throw(error)
+            if self._guard is not None:
+                given = self._guard.turn(self._greenlet, value, error)
+            else:
+                given = self._greenlet.switch(value) if error is None else self._greenlet.throw(error)
             self.wait = given if isinstance(given, _WAITS) else None
         finally:
             over = self.wait is None
@@ -172,6 +202,18 @@ class Mediator(active.Session):
             self.port = self._held = None
         if over:
             self._greenlet = None
+            if self._guard is not None:
+                self._leave(self._guard)
+
+    def _leave(self, guard: Guard) -> None:
+        """The block has ended; if that was over a limit, let go of all that it held and did not save."""
+        guard.leave()
+        error = guard.lighter(self.failure)
+        if error is not None:
+            self.failure = error
+            self.scope = fitting(named(self.scope, self.saved), guard.limits.saves)
+            if isinstance(error, MemoryLimitError):
+                give_back()
 
     def _run(self, _first: object) -> None:
         active.enter(self)
@@ -183,6 +225,10 @@ class Mediator(active.Session):
             self.stopped = True
         except greenlet.GreenletExit:
             raise
+        except OverLimit as over:
+            if over.guard is not self._guard:
+                raise  # of the block that this one runs in
+            self.failure, self.failed_at = over, self.port
         except BaseException as error:
             self.failure, self.failed_at = error, self.port
 
@@ -245,6 +291,8 @@ class Mediator(active.Session):
         self._turns.check()
         if self._held is not None:
             self._held.settle()
+        if self._guard is not None and (self.saved or self._guard.error is not None):
+            self._guard.check(self.saved)
         current = greenlet.getcurrent()
         if current is not self._greenlet:
             raise PortError(f"a port was asked for outside the block's own flow of control (in {current!r}).")

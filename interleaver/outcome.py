@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import torch
 from msgspec import structs
 
 from ..envoy.errors import InternalError, SaveError, WriteError
@@ -17,18 +16,20 @@ from ..tracer.tracebacks import FrameLine
 from .launch import Launched
 from .lost import reachable_ids
 from .mediator import Mediator, Saved
+from .named import named
 
 
 def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     """The reply of a block that has ended; a value that cannot be sent becomes its failure."""
     mediator = launched.mediator
-    named = named_saves(mediator)
+    mediator.check_saves()
+    values = named_saves(mediator)
     failure = _failure(launched)
     try:
-        saves = pack(named)
+        saves = pack(values)
     except SaveError as error:
-        saves = pack({name: value for name, value in named.items() if _can_be_sent(value)})
-        failure = failure or _unsendable(launched, named, error)
+        saves = pack({name: value for name, value in values.items() if _can_be_sent(value)})
+        failure = failure or _unsendable(launched, values, error)
     if mediator.stopped:
         mediator.warnings.extend(_unreached(launched.block, mediator))
     reply = Reply(saves, failure, _printed(launched), tuple(mediator.warnings), learned)
@@ -92,23 +93,16 @@ def _printed(launched: Launched) -> str:
 def named_saves(mediator: Mediator) -> dict[str, object]:
     """Saved values by the names that hold them at the end of the block.
 
-    Objects are recognised by identity; numbers and strings, of which Python shares equal ones, by the name that the
-    saving statement gave them. A saved value that no name holds, directly or in a saved container, is warned about.
+    A saved value that no name holds, directly or in a saved container, is warned about.
     """
-    scope = mediator.scope
-    by_identity = {id(entry.value) for entry in mediator.saved if not _shared(entry.value)}
-    named = {name: value for name, value in scope.items() if id(value) in by_identity}
-    for entry in mediator.saved:
-        for name in entry.names:
-            if name in scope and scope[name] is entry.value:
-                named[name] = entry.value
+    saves = named(mediator.scope, mediator.saved)
     if mediator.failure is not None:
-        return named
-    held = {identity for value in named.values() for identity in reachable_ids(value)}
+        return saves
+    held = {identity for value in saves.values() for identity in reachable_ids(value)}
     for entry in mediator.saved:
         if id(entry.value) not in held:
             mediator.warnings.append((_unheld(entry), entry.line))
-    return named
+    return saves
 
 
 def _unheld(entry: Saved) -> str:
@@ -122,8 +116,3 @@ def _unheld(entry: Saved) -> str:
         "the value saved here is lost: at the end of the block no variable held it. Bind it to a name "
         "(`h = x.save()`), or save the container it is in."
     )
-
-
-def _shared(value: object) -> bool:
-    """Whether Python may use one object for equal values of this kind."""
-    return value is None or isinstance(value, bool | int | float | complex | str | bytes | tuple | torch.dtype)

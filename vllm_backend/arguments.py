@@ -7,6 +7,7 @@ from typing import Any
 
 from ..envoy.address import suggestion
 from ..envoy.errors import MisuseError, UnsupportedError
+from ..interleaver.limits import Limits
 from .compat import EngineArgs
 from .settings import KEY, SCHEDULER, settings
 
@@ -21,8 +22,8 @@ _WRONG_UNDER = {
 _ONE_WORKER = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
-def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a trace-ready engine.
+def engine_arguments(given: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """The arguments of a trace-ready engine, whose blocks have these limits.
 
     Raises:
         MisuseError: an unknown argument.
@@ -43,5 +44,5 @@ def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
         )
     if given.get("scheduler_cls") is not None:
         raise UnsupportedError("`scheduler_cls`: invivo needs its own scheduler, to end requests from a block.")
-    additional = {**(given.get("additional_config") or {}), KEY: settings()}
+    additional = {**(given.get("additional_config") or {}), KEY: settings(limits)}
     return {**given, "enforce_eager": True, "scheduler_cls": SCHEDULER, "additional_config": additional}

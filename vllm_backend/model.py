@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from ..envoy.envoy import RootEnvoy
 from ..envoy.errors import InternalError, PromptError
+from ..interleaver.limits import limits
 from ..tracer.prompt import Prompt, tokenize
 from ..tracer.trace import Trace
 from .version import check_version
@@ -21,23 +22,35 @@ class VLLM(RootEnvoy):
 
     Args:
         model: name or path of the model, as vLLM takes it.
+        time_limit: seconds that a block may take between two ports, while all else waits; None for no limit.
+        memory_limit: what a block may add to the memory of the engine's process between two ports: bytes, or below 1 a
+            share of what is available; None for no limit.
+        save_limit: bytes that one trace may save; None for no limit.
         arguments: engine arguments of vLLM (``dtype``, ``max_model_len``, ``kv_cache_memory_bytes``, ...). The engine
             runs eagerly, since modules of a compiled model cannot be met.
 
     Raises:
         VersionError: no vLLM, or one that invivo was not tested with.
         UnsupportedError: an argument under which traces could be wrong.
-        MisuseError: an unknown engine argument.
+        MisuseError: an unknown engine argument, or a limit that is no positive number.
     """
 
-    def __init__(self, model: str, **arguments: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        time_limit: float | None = 30.0,
+        memory_limit: float | None = 0.5,
+        save_limit: int | None = 4 << 30,
+        **arguments: Any,
+    ) -> None:
         check_version()
         from .arguments import engine_arguments
         from .compat import EngineArgs
         from .engine import Engine
         from .mirror import mirror
 
-        arguments = engine_arguments(arguments)
+        arguments = engine_arguments(arguments, limits(time_limit, memory_limit, save_limit))
         config = EngineArgs(model=model, **arguments).create_engine_config()
         super().__init__(mirror(config), "")
         self._model_config = config.model_config

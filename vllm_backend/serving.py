@@ -21,6 +21,7 @@ from .module_call import call_module
 from .request_output import decode_output
 
 if TYPE_CHECKING:
+    from ..interleaver.limits import Limits
     from .adapter import NewRequest, RunnerAdapter
 
 
@@ -38,7 +39,8 @@ class Serving:
     The hub is made when the first traced request comes, since the model is loaded after the runner is built.
     """
 
-    def __init__(self, adapter: RunnerAdapter, vocabulary: int) -> None:
+    def __init__(self, adapter: RunnerAdapter, vocabulary: int, limits: Limits) -> None:
+        self._limits = limits
         self._adapter = adapter
         self._vocabulary = vocabulary
         self._hub: Hub | None = None
@@ -142,7 +144,7 @@ class Serving:
         if new.request_id in hub.mediators:
             return  # readmitted after a preemption; the step that it repeats ends it
         payload = msgspec.msgpack.decode(new.payload, type=Payload)
-        launched = launch(payload, hub.tree, self._envoy, self._device(), capture_output=True)
+        launched = launch(payload, hub.tree, self._envoy, self._device(), capture_output=True, limits=self._limits)
         launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
         launched.mediator.partial_prompt = new.reuses_prefix
         self._launched[payload.trace] = (new.request_id, launched)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
+from ..interleaver.limits import Limits
 from ..tracer.block import FORMAT
 
 KEY = "invivo"
@@ -22,9 +25,20 @@ SCHEDULER = "invivo.vllm_backend.scheduler.trace_scheduler"
 """Dotted path of what makes the scheduler, for `scheduler_cls`."""
 
 
-def settings() -> dict[str, object]:
-    """The entry that makes an engine ready for traces."""
-    return {"format": FORMAT}
+LIMITS = Limits(time=30.0, memory=0.5, saves=4 << 30)
+"""The limits of the blocks of an engine that was not given others."""
+
+
+def settings(limits: Limits = LIMITS) -> dict[str, object]:
+    """The entry that makes an engine ready for traces, whose blocks have these limits."""
+    return {"format": FORMAT, "limits": msgspec.to_builtins(limits)}
+
+
+def limits_of(additional_config: Mapping[str, object]) -> Limits:
+    """The limits in an engine's `additional_config`; the usual ones if it does not name any."""
+    entry = additional_config[KEY]
+    given = entry.get("limits") if isinstance(entry, Mapping) else None
+    return LIMITS if given is None else msgspec.convert(given, Limits)
 
 
 def asked_for(additional_config: object) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..envoy.errors import UnsupportedError
 from .runner_v1 import AdapterV1, RunnerV1
 from .serving import Serving
-from .settings import asked_for
+from .settings import asked_for, limits_of
 
 if TYPE_CHECKING:
     from .compat import WorkerWrapperBase
@@ -30,7 +30,9 @@ def attach(wrapper: WorkerWrapperBase) -> None:
             "vLLM's V1 runner only. Set VLLM_USE_V2_MODEL_RUNNER=0 for this engine."
         )
     runner.__class__ = type(f"Traced{kind.__name__}", (RunnerV1, kind), {})
-    serving = Serving(AdapterV1(runner), wrapper.vllm_config.model_config.get_vocab_size())
+    config = wrapper.vllm_config
+    limits = limits_of(config.additional_config)
+    serving = Serving(AdapterV1(runner), config.model_config.get_vocab_size(), limits)
     runner.serving = serving
     worker.invivo_collect = serving.collect
     worker.invivo_discard = serving.discard
