@@ -55,15 +55,10 @@ def receive(data: bytes, trace: str, call: Callable[..., Any]) -> Reply:
         EngineDiedError: the engine has died in the middle of its copy.
         InternalError: the parcel is not one.
     """
-    try:
-        parcel = _decoder.decode(data)
-    except msgspec.MsgspecError as error:
-        raise InternalError(f"The reply of the engine cannot be read: {error}") from error
+    parcel = decoded(data)
     ticket = parcel.ticket
     if ticket is None:
         return parcel.reply
-    if not ticket.sizes or min(ticket.sizes) < 0 or ticket.places[-1] > _MOST:
-        raise InternalError(f"The engine sent a ticket for saves of the sizes {ticket.sizes[:5]}.")
     try:
         memory = opened(ticket)
     except Elsewhere as error:
@@ -72,7 +67,19 @@ def receive(data: bytes, trace: str, call: Callable[..., Any]) -> Reply:
     else:
         while not is_done(ticket, memory):
             time.sleep(_PAUSE)
-    return structs.replace(parcel.reply, saves=_saves(ticket, memory))
+    return completed(parcel.reply, ticket, memory)
+
+
+def decoded(data: bytes) -> Parcel:
+    """The parcel in its bytes. Raises `InternalError` if it is not one, or its ticket says what none can."""
+    try:
+        parcel = _decoder.decode(data)
+    except Exception as error:  # as in `results`: hostile bytes may fail in any way
+        raise InternalError(f"The reply of the engine cannot be read: {error}") from error
+    ticket = parcel.ticket
+    if ticket is not None and (not ticket.sizes or min(ticket.sizes) < 0 or ticket.places[-1] > _MOST):
+        raise InternalError(f"The engine sent a ticket for saves of the sizes {ticket.sizes[:5]}.")
+    return parcel
 
 
 def opened(ticket: Ticket) -> memoryview:
@@ -176,10 +183,11 @@ def _by_slices(ticket: Ticket, trace: str, call: Callable[..., Any]) -> memoryvi
     return memoryview(memory)
 
 
-def _saves(ticket: Ticket, memory: memoryview) -> Packed:
+def completed(reply: Reply, ticket: Ticket, memory: memoryview) -> Reply:
+    """The reply with its saves, which are in `memory` and keep it."""
     pieces = [memory[place : place + size] for place, size in zip(ticket.places, ticket.sizes, strict=False)]
-    head, *buffers = pieces
-    return Packed(bytes(head), [piece if len(piece) >= _MAPPED else piece.toreadonly() for piece in buffers])
+    buffers = [piece if len(piece) >= _MAPPED else piece.toreadonly() for piece in pieces[1:]]
+    return structs.replace(reply, saves=Packed(bytes(pieces[0]), buffers))
 
 
 @cache
