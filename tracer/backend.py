@@ -12,20 +12,21 @@ import msgspec
 from ..envoy.tree import Learned
 from .block import Payload
 from .failure import Failure
+from .results import Packed
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
     """What a block sends home when it has ended.
 
     Attributes:
-        saves: `results.pack` of the saved values by name.
+        saves: the saved values by name.
         failure: the exception that ended the block, if one did.
         printed: what the block printed, in order.
         warnings: message and line number (0: none) of each warning.
         learned: order and shapes of the model's ports, when the executor has just learned them.
     """
 
-    saves: bytes
+    saves: Packed
     failure: Failure | None
     printed: str
     warnings: tuple[tuple[str, int], ...]

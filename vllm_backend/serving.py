@@ -18,6 +18,7 @@ from ..interleaver.launch import Launched, launch
 from ..interleaver.outcome import reply_of
 from ..tracer.block import Payload
 from .module_call import call_module
+from .outbox import Outbox
 from .request_output import decode_output
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Serving:
         self._hub: Hub | None = None
         self._root: RootEnvoy | None = None
         self._launched: dict[str, tuple[str, Launched]] = {}
+        self.outbox = Outbox()
 
     @property
     def active(self) -> bool:
@@ -109,7 +111,7 @@ class Serving:
     # --- calls from the client
 
     def collect(self, trace: str, output: bytes) -> bytes:
-        """End the block of a request that has ended with `output`, and give its reply, encoded."""
+        """End the block of a request that has ended with `output`, and give the parcel of its reply."""
         if trace not in self._launched:
             raise InternalError(f"the engine has no trace {trace}: it never started, or was collected before.")
         request_id, launched = self._launched.pop(trace)
@@ -118,13 +120,14 @@ class Serving:
             hub.end(request_id, decode_output(output))
         reply = reply_of(launched, hub.learned)
         hub.remove(request_id)
-        return msgspec.msgpack.encode(reply)
+        return self.outbox.send(trace, reply)
 
     def discard(self, trace: str) -> None:
         """Forget a trace whose caller has given up."""
         entry = self._launched.pop(trace, None)
         if entry is not None:
             self._ready().remove(entry[0])
+        self.outbox.drop(trace)
 
     def check_integrity(self) -> str:
         """Empty if nothing is left of earlier traces, else what is."""
@@ -133,6 +136,7 @@ class Serving:
                 self._hub.check_integrity()
             if self._launched:
                 raise InternalError(f"{len(self._launched)} traces were not collected.")
+            self.outbox.check_integrity()
         except InternalError as error:
             return str(error)
         return ""

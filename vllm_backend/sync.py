@@ -14,6 +14,7 @@ from ..tracer.backend import Reply
 from ..tracer.block import Payload
 from ..tracer.prompt import Prompt
 from .engine import Engine
+from .pickup import receive
 from .request_output import encode_output
 from .settings import KEY
 
@@ -66,7 +67,8 @@ class SyncBackend:
             prompt["prompt"] = request.prompt.text
         try:
             output = self._engine.generate(prompt, params)
-            reply = self._engine.call("invivo_collect", payload.trace, encode_output(output))
+            parcel = self._engine.call("invivo_collect", payload.trace, encode_output(output))
+            reply = receive(parcel, payload.trace, self._engine.call)
         except EngineDiedError:
             raise
         except BaseException:
@@ -77,4 +79,4 @@ class SyncBackend:
                 "vLLM ended the request with an error, as it does when a token that the block wrote breaks the "
                 "structured output that was asked for; the engine's log says more."
             )
-        return msgspec.msgpack.decode(reply, type=Reply), output
+        return reply, output

@@ -1,4 +1,4 @@
-"""What invivo adds to a worker: a runner that tells the blocks what it does, and three calls for the client."""
+"""What invivo adds to a worker: a runner that tells the blocks what it does, and the calls for the client."""
 
 from __future__ import annotations
 
@@ -35,5 +35,7 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     serving = Serving(AdapterV1(runner), config.model_config.get_vocab_size(), limits)
     runner.serving = serving
     worker.invivo_collect = serving.collect
+    worker.invivo_fetch = serving.outbox.fetch
+    worker.invivo_drop = serving.outbox.drop
     worker.invivo_discard = serving.discard
     worker.invivo_check_integrity = serving.check_integrity
