@@ -16,6 +16,7 @@ from ..tracer.saves import save_method
 from .lost import Snapshot
 from .mediator import Mediator
 from .modes import Turns
+from .streamed import Streamed
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,7 @@ def launch(
 
     mediator = Mediator(tree, Turns(payload.seed, printed, payload.uses), body)
     mediator.line = lambda: _line(payload.block)
+    mediator.streamed = Streamed() if payload.streams else None
     return Launched(mediator, payload.block, printed)
 
 

@@ -19,6 +19,7 @@ from ..envoy.errors import InternalError, PortError, PortPassedError, StepError
 from ..envoy.tree import ModuleTree
 from ..tracer.tracer import Tracer
 from .modes import Turns
+from .streamed import Streamed
 from .values import Held
 from .views import Part, view, with_part
 from .windows import Share
@@ -44,12 +45,13 @@ class StopBlock(BaseException):
 
 
 class Saved:
-    """A value that the block saved, where, and under which names the statement puts it."""
+    """A value that the block saved, where, under which names the statement puts it, and whether it was sent already."""
 
-    def __init__(self, value: object, names: tuple[str, ...], line: int) -> None:
+    def __init__(self, value: object, names: tuple[str, ...], line: int, sent: bool) -> None:
         self.value = value
         self.names = names
         self.line = line
+        self.sent = sent
 
 
 class Mediator(active.Session):
@@ -70,6 +72,7 @@ class Mediator(active.Session):
         saved: what it saved, in order.
         warnings: message and line of each warning.
         fixed_samples: why the request's samples cannot be written; None if they can.
+        streamed: what it streamed in this step; None if nobody listens, and ``stream=True`` is an ordinary save.
     """
 
     def __init__(self, tree: ModuleTree, turns: Turns, body: Callable[[Mediator], dict[str, object]]) -> None:
@@ -88,6 +91,7 @@ class Mediator(active.Session):
         self.saved: list[Saved] = []
         self.warnings: list[tuple[str, int]] = []
         self.fixed_samples: str | None = None
+        self.streamed: Streamed | None = None
         self.line: Callable[[], int] = lambda: 0
         self.passed: Callable[[Port], str | None] = lambda port: None
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
@@ -219,7 +223,13 @@ class Mediator(active.Session):
         raise StopBlock
 
     def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
-        self.saved.append(Saved(value, names, self.line()))
+        line, sent = self.line(), False
+        if stream and self.streamed is not None and not self._ended:
+            self.streamed.add(value, names, self.port)
+            sent = True
+            # Of a statement in a loop the last value may be the one at the end; those before need not be held.
+            self.saved = [old for old in self.saved if not (old.sent and (old.line, old.names) == (line, names))]
+        self.saved.append(Saved(value, names, line, sent))
         return value
 
     def warn(self, message: str) -> None:

@@ -23,7 +23,7 @@ def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     """The reply of a block that has ended; a value that cannot be sent becomes its failure."""
     mediator = launched.mediator
     named = named_saves(mediator)
-    failure = _failure(launched)
+    failure = failure_of(launched)
     try:
         saves = pack(named)
     except SaveError as error:
@@ -50,7 +50,7 @@ def _unreached(block: Block, mediator: Mediator) -> list[tuple[str, int]]:
     ]
 
 
-def _failure(launched: Launched) -> Failure | None:
+def failure_of(launched: Launched) -> Failure | None:
     """What ended the block; at a line of the block in any case."""
     block, mediator = launched.block, launched.mediator
     if mediator.failure is None:
@@ -93,7 +93,8 @@ def named_saves(mediator: Mediator) -> dict[str, object]:
     """Saved values by the names that hold them at the end of the block.
 
     Objects are recognised by identity; numbers and strings, of which Python shares equal ones, by the name that the
-    saving statement gave them. A saved value that no name holds, directly or in a saved container, is warned about.
+    saving statement gave them. A saved value that no name holds, directly or in a saved container, is warned about,
+    unless it was sent when it was saved.
     """
     scope = mediator.scope
     by_identity = {id(entry.value) for entry in mediator.saved if not _shared(entry.value)}
@@ -106,7 +107,7 @@ def named_saves(mediator: Mediator) -> dict[str, object]:
         return named
     held = {identity for value in named.values() for identity in reachable_ids(value)}
     for entry in mediator.saved:
-        if id(entry.value) not in held:
+        if not entry.sent and id(entry.value) not in held:
             mediator.warnings.append((_unheld(entry), entry.line))
     return named
 

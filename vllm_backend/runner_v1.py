@@ -14,7 +14,7 @@ import torch
 
 from ..interleaver.windows import Share, shares
 from .adapter import NewRequest
-from .settings import ENDED, KEY
+from .settings import ENDED, KEY, SAVES
 
 if TYPE_CHECKING:
     from .compat import ModelRunnerOutput, SamplerOutput, SchedulerOutput
@@ -40,6 +40,7 @@ class RunnerV1(_Runner):
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """One engine step, up to the logits."""
         self.serving.clean(scheduler_output)
+        self.serving.leave(scheduler_output)
         self.serving.admit(scheduler_output)
         if not self.serving.active:
             return super().execute_model(scheduler_output, *args, **kwargs)
@@ -70,8 +71,13 @@ class RunnerV1(_Runner):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        """Sample the tokens of the engine step; the output says which requests their blocks have ended."""
+        """Sample the tokens; the output says which requests their blocks have ended, and brings what they sent home."""
         output: ModelRunnerOutput = super().sample_tokens(grammar_output)
+        if not self.serving.active:
+            return output
+        parcels = self.serving.parcels()
+        if parcels:
+            setattr(output, SAVES, parcels)
         if self.serving.ended:
             setattr(output, ENDED, self.serving.ended)
         return output
@@ -95,6 +101,10 @@ class AdapterV1:
             for new in scheduled.scheduled_new_reqs
             if new.sampling_params is not None and KEY in (extra := new.sampling_params.extra_args or {})
         ]
+
+    def finished(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
+        """See `RunnerAdapter`."""
+        return scheduled.finished_req_ids
 
     def leaving(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
         """See `RunnerAdapter`."""

@@ -12,6 +12,9 @@ KEY = "invivo"
 ENDED = "invivo_ended"
 """Attribute of a `ModelRunnerOutput`: the requests that their blocks have ended."""
 
+SAVES = "invivo_saves"
+"""Attribute of a `ModelRunnerOutput`: the parcels (`in_band`) that go home with the step, by request."""
+
 SCHEDULER = "invivo.vllm_backend.scheduler.TraceScheduler"
 """Dotted path of the scheduler, for `scheduler_cls`."""
 

@@ -16,6 +16,7 @@ from invivo.tracer.backend import Reply
 from invivo.tracer.block import Payload
 from invivo.tracer.failure import rebuild
 from invivo.tracer.results import pack, unpack
+from invivo.vllm_backend.in_band import unpacked
 from invivo.vllm_backend.request_output import encode_output
 from invivo.vllm_backend.settings import KEY
 
@@ -80,7 +81,7 @@ class Batch:
     def _member(self, trace: str | None, output: Any) -> Member:
         if trace is None:
             return Member(output, {}, None)
-        data = self._model._engine.call("invivo_collect", trace, encode_output(output))
+        data = unpacked(output).reply or self._model._engine.call("invivo_collect", trace, encode_output(output))
         reply = msgspec.msgpack.decode(data, type=Reply)
         error = None if reply.failure is None else rebuild(reply.failure)
         return Member(output, unpack(reply.saves), error)
