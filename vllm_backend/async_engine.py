@@ -19,6 +19,7 @@ from .inbox import Inbox
 from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive
 from .loop_thread import LoopThread
 from .request_output import encode_output
+from .sampling import refusals
 from .watch import watch
 
 
@@ -55,7 +56,7 @@ class AsyncEngine(Lifecycle[TracingLLM]):
         thread = LoopThread("invivo-engine")
 
         async def make() -> TracingLLM:
-            llm = TracingLLM.from_engine_args(arguments)
+            llm: Any = TracingLLM.from_engine_args(arguments)
             watch(llm.engine_core, thread.soon)
             return llm
 
@@ -71,9 +72,11 @@ class AsyncEngine(Lifecycle[TracingLLM]):
     def _shutdown(self, llm: TracingLLM) -> None:
         for inbox in list(self._inboxes):
             inbox.end(self._closed_error())
+        assert self._thread is not None, "made with the engine"
+        if llm.output_handler is not None:
+            self._thread.soon(llm.output_handler.cancel)  # or it would log that the engine has died
         llm.shutdown(timeout=SHUTDOWN_SECONDS)
-        if self._thread is not None:
-            self._thread.stop()
+        self._thread.stop()
 
     def begin(self, prompt: Prompt, trace: str, params: SamplingParams) -> Inbox:
         """Start a request without waiting, and give where its outputs arrive.
@@ -124,7 +127,8 @@ async def _begin(llm: TracingLLM, inbox: Inbox, prompt: Prompt, trace: str, para
     if inbox.over:
         return
     try:
-        await llm.begin(inbox, prompt, trace, params)
+        with refusals():
+            await llm.begin(inbox, prompt, trace, params)
     except Exception as error:
         inbox.end(error)
 

@@ -76,6 +76,7 @@ class _Outputs(AsyncIterator[RequestOutput]):
         """
         if self._over:
             raise StopAsyncIteration
+        output: Any  # a RequestOutput, which has no `saves` of its own
         try:
             with alive():
                 output, streamed, reply = await self._inbox.take()

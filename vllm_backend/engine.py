@@ -11,6 +11,7 @@ from vllm import LLM, RequestOutput, SamplingParams
 from ..envoy.errors import MisuseError
 from .compat import EngineDeadError
 from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive
+from .sampling import refusals
 from .watch import watch
 
 
@@ -43,6 +44,7 @@ class Engine(Lifecycle[LLM]):
             The outputs, in the order of the prompts.
 
         Raises:
+            SamplingError: vLLM refuses the parameters.
             EngineDiedError: the engine's process is gone.
         """
         with self._used(), alive():
@@ -52,7 +54,8 @@ class Engine(Lifecycle[LLM]):
                     "the engine has requests that were enqueued and not waited for; they would finish during the "
                     "trace, and their outputs be lost. Call `model.engine.wait_for_completion()` before the trace."
                 )
-            ids = llm.enqueue(prompts, params, use_tqdm=use_tqdm)
+            with refusals():
+                ids = llm.enqueue(prompts, params, use_tqdm=use_tqdm)
             try:
                 return llm.wait_for_completion(RequestOutput, use_tqdm=use_tqdm)
             except EngineDeadError:

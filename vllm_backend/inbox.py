@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm import RequestOutput
 
@@ -58,8 +58,8 @@ class Inbox(RequestOutputCollector):
 
     # --- the engine's side
 
-    def put(self, output: RequestOutput | Exception) -> None:
-        """Take in an output, or the error that ended the request; called by vLLM on the engine's loop."""
+    def put(self, output: Any) -> None:
+        """Take in a `RequestOutput`, or the error that ended the request; called by vLLM on the engine's loop."""
         if self._collecting is not None:
             return  # the last output is on its way
         if isinstance(output, Exception):

@@ -37,7 +37,7 @@ class LoopThread:
         self._loop.call_soon_threadsafe(begin)
         return future
 
-    def soon(self, action: Callable[[], None]) -> None:
+    def soon(self, action: Callable[[], object]) -> None:
         """Call something on the loop's thread. Raises `RuntimeError` if the loop has stopped."""
         self._loop.call_soon_threadsafe(action)
 

@@ -89,6 +89,7 @@ class VLLM(RootEnvoy):
         Raises:
             PromptError: the prompt is empty, of another kind, or too long.
             SamplingError: an unknown or refused sampling argument.
+            UnsupportedError: ``blocking=False`` where the engine waits.
             EngineClosedError: the engine was closed.
         """
         from .async_engine import AsyncEngine

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -49,13 +51,24 @@ def plain_params(given: dict[str, Any]) -> SamplingParams:
         for name in given:
             if name not in _known():
                 raise SamplingError(f"unknown sampling argument `{name}`.{suggestion(name, _known())}")
-        try:
+        with refusals(TypeError, ValueError):
             params = SamplingParams(**given)
-        except (TypeError, ValueError, VLLMValidationError) as error:
-            raise SamplingError(f"vLLM refuses these sampling arguments: {error}") from error
     if KEY in (params.extra_args or {}):
         raise SamplingError(f"`extra_args` must not have the key {KEY!r}: it carries the block.")
     return params
+
+
+@contextmanager
+def refusals(*others: type[Exception]) -> Iterator[None]:
+    """Turn vLLM's refusal of a request into a `SamplingError`.
+
+    Args:
+        others: exceptions that mean the same.
+    """
+    try:
+        yield
+    except (VLLMValidationError, *others) as error:
+        raise SamplingError(f"vLLM refuses these sampling arguments: {error}") from error
 
 
 @cache

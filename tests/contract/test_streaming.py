@@ -319,11 +319,14 @@ def test_what_is_refused(async_smollm2: Any, smollm2: Any) -> None:
         invivo.VLLM("somewhere", mode="threads")  # type: ignore[arg-type]
 
 
-def test_vllms_own_refusals_reach_whoever_waits(async_smollm2: Any) -> None:
+def test_vllms_own_refusals_reach_whoever_waits(async_smollm2: Any, smollm2: Any) -> None:
     with async_smollm2.trace(PROMPT, max_tokens=1, logit_bias={10**7: 1.0}) as tracer:
         pass
-    with pytest.raises(ValueError, match="vocab"):
+    with pytest.raises(SamplingError, match="out-of-vocab"):
         run(outputs_of(tracer))
+    with pytest.raises(SamplingError, match="out-of-vocab"):
+        with smollm2.trace(PROMPT, max_tokens=1, logit_bias={10**7: 1.0}):
+            pass
 
 
 # --- leaving early; what is left in the engine is looked at after each test
