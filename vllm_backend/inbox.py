@@ -50,7 +50,7 @@ class Inbox(RequestOutputCollector):
         super().__init__(RequestOutputKind.CUMULATIVE, request_id)
         self._collect = collect
         self._collecting: asyncio.Task[None] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector of garbage may end an inbox in the middle of its own `put`
         self._items: deque[Arrived | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self.begun: Future[None] | None = None

@@ -53,10 +53,10 @@ class LoopThread:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            while tasks := asyncio.all_tasks(self._loop):  # again, for what was submitted in the last moment
+                for task in tasks:
+                    task.cancel()
+                self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             asyncio.set_event_loop(None)
