@@ -17,6 +17,7 @@ from .limits import Limits
 from .lost import Snapshot
 from .mediator import Mediator
 from .modes import Turns
+from .streamed import Streamed
 
 if TYPE_CHECKING:
     import torch
@@ -64,6 +65,7 @@ def launch(
 
     mediator = Mediator(tree, Turns(payload.seed, printed, payload.uses), body, limits)
     mediator.line = lambda: _line(payload.block)
+    mediator.streamed = Streamed() if payload.streams else None
     return Launched(mediator, payload.block, printed)
 
 

@@ -24,6 +24,7 @@ from .memory import give_back
 from .meter import fitting, size_of
 from .modes import Turns
 from .named import named
+from .streamed import Streamed
 from .values import Held
 from .views import Part, view, with_part
 from .windows import Share
@@ -49,12 +50,13 @@ class StopBlock(BaseException):
 
 
 class Saved:
-    """A value that the block saved, where, and under which names the statement puts it."""
+    """A value that the block saved, where, under which names the statement puts it, and whether it was sent already."""
 
-    def __init__(self, value: object, names: tuple[str, ...], line: int) -> None:
+    def __init__(self, value: object, names: tuple[str, ...], line: int, sent: bool) -> None:
         self.value = value
         self.names = names
         self.line = line
+        self.sent = sent
 
 
 class Mediator(active.Session):
@@ -77,6 +79,7 @@ class Mediator(active.Session):
         warnings: message and line of each warning.
         partial_prompt: step 0 may be the end of the prompt only, where the rest of it was computed for another request.
         fixed_samples: why the request's samples cannot be written; None if they can.
+        streamed: what it streamed in this step; None if nobody listens, and ``stream=True`` is an ordinary save.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Mediator(active.Session):
         self.warnings: list[tuple[str, int]] = []
         self.partial_prompt = False
         self.fixed_samples: str | None = None
+        self.streamed: Streamed | None = None
         self.line: Callable[[], int] = lambda: 0
         self.passed: Callable[[Port], str | None] = lambda port: None
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
@@ -269,7 +273,13 @@ class Mediator(active.Session):
         raise StopBlock
 
     def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
-        self.saved.append(Saved(value, names, self.line()))
+        line, sent = self.line(), False
+        if stream and self.streamed is not None and not self._ended:
+            self.streamed.add(value, names, self.port)
+            sent = True
+            # Of a statement in a loop the last value may be the one at the end; those before need not be held.
+            self.saved = [old for old in self.saved if not (old.sent and (old.line, old.names) == (line, names))]
+        self.saved.append(Saved(value, names, line, sent))
         return value
 
     def warn(self, message: str) -> None:

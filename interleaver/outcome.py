@@ -24,7 +24,7 @@ def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     mediator = launched.mediator
     mediator.check_saves()
     values = named_saves(mediator)
-    failure = _failure(launched)
+    failure = failure_of(launched)
     try:
         saves = pack(values)
     except SaveError as error:
@@ -51,7 +51,7 @@ def _unreached(block: Block, mediator: Mediator) -> list[tuple[str, int]]:
     ]
 
 
-def _failure(launched: Launched) -> Failure | None:
+def failure_of(launched: Launched) -> Failure | None:
     """What ended the block; at a line of the block in any case."""
     block, mediator = launched.block, launched.mediator
     if mediator.failure is None:
@@ -93,14 +93,15 @@ def _printed(launched: Launched) -> str:
 def named_saves(mediator: Mediator) -> dict[str, object]:
     """Saved values by the names that hold them at the end of the block.
 
-    A saved value that no name holds, directly or in a saved container, is warned about.
+    A saved value that no name holds, directly or in a saved container, is warned about, unless it was sent when it was
+    saved.
     """
     saves = named(mediator.scope, mediator.saved)
     if mediator.failure is not None:
         return saves
     held = {identity for value in saves.values() for identity in reachable_ids(value)}
     for entry in mediator.saved:
-        if id(entry.value) not in held:
+        if not entry.sent and id(entry.value) not in held:
             mediator.warnings.append((_unheld(entry), entry.line))
     return saves
 

@@ -38,6 +38,10 @@ class RunnerAdapter(Protocol):
         """Traced requests that enter with this engine step."""
         ...
 
+    def finished(self, scheduled: Any) -> AbstractSet[str]:
+        """Requests that have left the engine since the last engine step, in whatever way."""
+        ...
+
     def leaving(self, scheduled: Any) -> AbstractSet[str]:
         """Requests that give their key-value blocks back with this engine step: finished or preempted."""
         ...

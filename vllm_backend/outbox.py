@@ -52,6 +52,7 @@ class Outbox:
         except OSError as error:
             _log.warning("invivo sends %d bytes in a message: no shared memory (%s)", reply.saves.nbytes, error)
             return msgspec.msgpack.encode(Parcel(reply, None))
+        self.drop(trace)  # what was sent before, if this takes its place
         with self._changed:
             self._waiting[trace] = offer
             if self._thread is None:

@@ -6,6 +6,7 @@
 - A request waits for those of its trace that it takes values from, or meets at a barrier (`members`).
 - A request that its block has ended (`tracer.stop()`, an exception) finishes with the token of that engine step,
   whatever its sampling parameters say (`ignore_eos`, `min_tokens`).
+- What the worker sends home goes onto the outputs of its request (`in_band`).
 
 vLLM has no hooks for these. `_handle_blocked_waiting_request` is asked before a waiting request is scheduled, which is
 where a request is made to wait; the order of `running` decides who is preempted; what is taken out of `running` for the
@@ -15,6 +16,7 @@ wrapped.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,10 +31,11 @@ from .compat import (
     SchedulerOutput,
     SchedulingPolicy,
 )
+from .in_band import Transit
 from .members import Members
 from .orphan import follow_parent
 from .room import left_out
-from .settings import DONE, ENDED, HELD, KEY
+from .settings import DONE, ENDED, HELD, KEY, SAVES
 
 STOP_REASON = "invivo"
 
@@ -83,6 +86,7 @@ class _TraceRules(_Scheduler):
         self._favoured: Request | None = None
         self._idle = 0
         self._watch_blocks()
+        self._transit = Transit()
         follow_parent()
 
     def add_request(self, request: Request) -> None:
@@ -123,13 +127,25 @@ class _TraceRules(_Scheduler):
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
-        """As in `Scheduler`, with what the blocks did in this engine step known."""
+        """As in `Scheduler`, with what the blocks did in this engine step known, and their saves on the outputs."""
         self._ended = getattr(model_runner_output, ENDED, frozenset())
         if self._traced and scheduler_output.total_num_scheduled_tokens > 0:
             self._held = getattr(model_runner_output, HELD, frozenset())
             for request in getattr(model_runner_output, DONE, ()):
                 self._members.block_ended(request)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        self._transit.add(getattr(model_runner_output, SAVES, {}))
+        clients: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+        for client in clients.values():
+            self._transit.attach(client.outputs)
+        self._transit.keep(self.requests.keys())
+        return clients
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """As in `Scheduler`; what aborted requests were sending home is lost."""
+        finished: list[Request] = super().finish_requests(request_ids, finished_status)
+        if finished_status == RequestStatus.FINISHED_ABORTED:
+            self._transit.keep(self.requests.keys())
+        return finished
 
     # --- inside; the signatures are vLLM's
 

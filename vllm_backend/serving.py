@@ -14,16 +14,18 @@ from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InternalError, MisuseError
 from ..interleaver.hub import Hub
-from ..interleaver.launch import Launched, launch
+from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
 from ..tracer.block import Payload
 from .module_call import call_module
 from .outbox import Outbox
 from .request_output import decode_output
+from .traces import Known, Traces
 
 if TYPE_CHECKING:
     from ..interleaver.limits import Limits
     from .adapter import NewRequest, RunnerAdapter
+    from .in_band import Cargo
 
 
 _FIXED_SAMPLES = (
@@ -46,13 +48,13 @@ class Serving:
         self._vocabulary = vocabulary
         self._hub: Hub | None = None
         self._root: RootEnvoy | None = None
-        self._launched: dict[str, tuple[str, Launched]] = {}
         self.outbox = Outbox()
+        self._traces = Traces(self.outbox)
 
     @property
     def active(self) -> bool:
         """Whether any traced request is known; if not, the runner does what it does without invivo."""
-        return bool(self._launched)
+        return len(self._traces) > 0
 
     @property
     def ended(self) -> frozenset[str]:
@@ -79,6 +81,11 @@ class Serving:
             self._guarded(partial(self._adapter.clean, request_id))
             edited.discard(request_id)
 
+    def leave(self, scheduled: object) -> None:
+        """Forget the traces of requests that have left, once nobody will ask for their reply."""
+        if self.active:
+            self._guarded(lambda: self._traces.leave(self._adapter.finished(scheduled), self._ready()))
+
     def admit(self, scheduled: object) -> None:
         """Take in the traced requests of an engine step."""
         for new in self._adapter.new_requests(scheduled):
@@ -104,6 +111,12 @@ class Serving:
         """The tokens of the engine step are sampled."""
         self._ready().finish_step()
 
+    def cargo(self) -> dict[str, Cargo]:
+        """What goes home with the engine step that is over, by request."""
+        found: dict[str, Cargo] = {}
+        self._guarded(lambda: found.update(self._traces.cargo(self._ready())))
+        return found
+
     def abandon_step(self) -> None:
         """The engine step failed."""
         self._ready().abandon_step()
@@ -112,21 +125,18 @@ class Serving:
 
     def collect(self, trace: str, output: bytes) -> bytes:
         """End the block of a request that has ended with `output`, and give the parcel of its reply."""
-        if trace not in self._launched:
-            raise InternalError(f"the engine has no trace {trace}: it never started, or was collected before.")
-        request_id, launched = self._launched.pop(trace)
-        hub = self._ready()
+        known, hub = self._traces.fetched(trace), self._ready()
         with torch.inference_mode():
-            hub.end(request_id, decode_output(output))
-        reply = reply_of(launched, hub.learned)
-        hub.remove(request_id)
+            hub.end(known.request_id, decode_output(output))
+        reply = reply_of(known.launched, hub.learned)
+        hub.remove(known.request_id)
         return self.outbox.send(trace, reply)
 
     def discard(self, trace: str) -> None:
         """Forget a trace whose caller has given up."""
-        entry = self._launched.pop(trace, None)
-        if entry is not None:
-            self._ready().remove(entry[0])
+        known = self._traces.given_up(trace)
+        if known is not None:
+            self._ready().remove(known.request_id)
         self.outbox.drop(trace)
 
     def check_integrity(self) -> str:
@@ -134,8 +144,8 @@ class Serving:
         try:
             if self._hub is not None:
                 self._hub.check_integrity()
-            if self._launched:
-                raise InternalError(f"{len(self._launched)} traces were not collected.")
+            if self._traces:
+                raise InternalError(f"{len(self._traces)} traces were not collected.")
             self.outbox.check_integrity()
         except InternalError as error:
             return str(error)
@@ -151,7 +161,7 @@ class Serving:
         launched = launch(payload, hub.tree, self._envoy, self._device(), capture_output=True, limits=self._limits)
         launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
         launched.mediator.partial_prompt = new.reuses_prefix
-        self._launched[payload.trace] = (new.request_id, launched)
+        self._traces.add(payload.trace, Known(new.request_id, launched, in_band=payload.group is None))
         hub.add(new.request_id, launched.mediator, self._vocabulary)
 
     def _guarded(self, action: Callable[[], object]) -> None:

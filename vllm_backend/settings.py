@@ -15,6 +15,9 @@ KEY = "invivo"
 ENDED = "invivo_ended"
 """Attribute of a `ModelRunnerOutput`: the requests that their blocks have ended."""
 
+SAVES = "invivo_saves"
+"""Attribute of a `ModelRunnerOutput`: the cargo (`in_band`) that goes home with the step, by request."""
+
 DONE = "invivo_done"
 """Attribute of a `ModelRunnerOutput`: the requests whose blocks have ended in this engine step; they may go on."""
 
