@@ -146,7 +146,7 @@ def test_memory_without_end(limited: Any) -> None:
         with model.trace(PROMPT, max_tokens=9, **GREEDY):
             kept = model.model.layers[0].mlp.output.save()
             xs = []
-            repeat(lambda: xs.append(torch.ones(10**6)))  # <filling>
+            repeat(lambda: xs.append(b"x" * 10**7))  # <filling>
     assert_raised_at(caught.value, __file__, "filling")
     assert list(caught.value.saves) == ["kept"]  # type: ignore[attr-defined]
     assert memory.resident() - before < 50 << 20
@@ -189,7 +189,7 @@ def test_plain_requests_in_the_same_batch_finish_with_their_tokens(engine: VLLM,
         for step in tracer.iter[:]:
             xs = [model.model.layers[0].output]
             while step == 1:
-                xs.append(torch.ones(10**5))
+                xs.append(b"x" * 10**7)
     with batch.traced(PROMPT, max_tokens=100, **GREEDY) as tracer:
         saved = list().save()
         for _ in tracer.iter[:]:
