@@ -216,6 +216,8 @@ class Mediator(active.Session):
         if error is not None:
             self.failure = error
             self.scope = fitting(named(self.scope, self.saved), guard.limits.saves)
+            kept = {id(value) for value in self.scope.values()}
+            self.saved = [entry for entry in self.saved if id(entry.value) in kept]
             if isinstance(error, MemoryLimitError):
                 give_back()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -76,15 +76,19 @@ def assert_right(model: Any, tiny: Reference) -> None:
     assert not WATCHDOG._guards
 
 
+def repeat(action: Callable[[], object]) -> None:
+    """Do something without end."""
+    while True:
+        action()
+
+
 def test_a_loop_without_end(limited: Any) -> None:
     model = limited
     began = time.monotonic()
     with pytest.raises(TimeLimitError, match=r"went on for [2-9]\.\d seconds .* limit is 2;") as caught:
         with model.trace(PROMPT, max_tokens=9, **GREEDY):
             kept = model.model.layers[0].mlp.output.save()
-            number = 0
-            while True:
-                number += len([number])  # <without end>
+            repeat(list)  # <without end>
     assert time.monotonic() - began < 10
     assert_raised_at(caught.value, __file__, "without end")
     assert caught.value.__notes__ == ["at port model.layers.0.mlp.output, step 0"]
@@ -142,8 +146,7 @@ def test_memory_without_end(limited: Any) -> None:
         with model.trace(PROMPT, max_tokens=9, **GREEDY):
             kept = model.model.layers[0].mlp.output.save()
             xs = []
-            while True:
-                xs.append(torch.ones(10**6))  # <filling>
+            repeat(lambda: xs.append(b"x" * 10**7))  # <filling>
     assert_raised_at(caught.value, __file__, "filling")
     assert list(caught.value.saves) == ["kept"]  # type: ignore[attr-defined]
     assert memory.resident() - before < 50 << 20
@@ -186,7 +189,7 @@ def test_plain_requests_in_the_same_batch_finish_with_their_tokens(engine: VLLM,
         for step in tracer.iter[:]:
             xs = [model.model.layers[0].output]
             while step == 1:
-                xs.append(torch.ones(10**5))
+                xs.append(b"x" * 10**7)
     with batch.traced(PROMPT, max_tokens=100, **GREEDY) as tracer:
         saved = list().save()
         for _ in tracer.iter[:]:

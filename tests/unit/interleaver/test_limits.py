@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from typing import Any
 
@@ -14,6 +15,7 @@ from invivo.interleaver.limits import Limits, limits
 from invivo.interleaver.mediator import Saved
 from invivo.interleaver.memory import shown
 from invivo.interleaver.meter import Meter, fitting, size_of
+from invivo.vllm_backend.settings import KEY, LIMITS, limits_of, settings
 
 KIB = torch.zeros(256)
 
@@ -91,3 +93,10 @@ def test_what_fits_is_kept_in_order() -> None:
 
 def test_sizes_as_people_read_them() -> None:
     assert [shown(size) for size in (5, 2048, 3 << 19, 5 << 30)] == ["5 bytes", "2.0 KiB", "1.5 MiB", "5.0 GiB"]
+
+
+def test_limits_travel_in_the_settings_of_an_engine() -> None:
+    given = Limits(time=1.5, memory=1 << 30, saves=None)
+    through_json = json.loads(json.dumps({KEY: settings(given)}))
+    assert limits_of(through_json) == given
+    assert limits_of({KEY: {}}) == limits_of({KEY: True}) == LIMITS  # as `vllm serve` may be given them

@@ -18,11 +18,13 @@ from invivo.envoy.envoy import RootEnvoy
 from invivo.interleaver import watchdog
 from invivo.interleaver.async_error import SIGNAL
 from invivo.interleaver.guard import Guard, OverLimit
+from invivo.interleaver.hub import Hub
 from invivo.interleaver.limits import Limits
 from invivo.interleaver.mediator import Mediator
 from invivo.interleaver.memory import Memory
 from invivo.interleaver.modes import Turns
 from invivo.interleaver.watchdog import WATCHDOG
+from invivo.interleaver.windows import shares
 
 
 def spin() -> None:
@@ -272,3 +274,45 @@ def test_the_thread_sleeps_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) ->
     assert WATCHDOG.asleep
     assert isinstance(guarded(spin).error, LimitError)  # and wakes
     assert sum(thread.name == "invivo watchdog" for thread in threading.enumerate()) == 1
+
+
+def test_in_a_batch_only_the_block_that_is_over_its_limit_ends(run: Any) -> None:
+    def check() -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        hub, rows, seen = Hub(model), torch.randn(3, 3), list[torch.Tensor]()
+        envoy: Any = RootEnvoy(hub.tree, "")
+
+        def stuck(_: Mediator) -> dict[str, object]:
+            envoy[0].output[:] = 0
+            envoy[1].input
+            while True:
+                try:
+                    spin()
+                except BaseException:
+                    envoy[1].output  # over its limit, it gets no other port
+
+        def fine(_: Mediator) -> dict[str, object]:
+            envoy[0].output
+            seen.append(envoy[1].output)
+            return {}
+
+        blocks = [("first", fine), ("stuck", stuck), ("last", fine)]
+        for number, (request, body) in enumerate(blocks):
+            hub.add(request, Mediator(hub.tree, Turns(number, None), body, Limits(time=0.1)), None)
+        with torch.inference_mode():
+            hub.begin(shares([request for request, _ in blocks], [0, 1, 2, 3], [0, 0, 0], [1, 1, 1], 3))
+            out = model(rows)
+            hub.forward_done()
+            hub.finish_step()
+        assert hub.ended == {"stuck"}
+        assert isinstance(hub.mediators["stuck"].failure, TimeLimitError)
+        with torch.no_grad():
+            expected = model(rows)
+        assert torch.allclose(out[[0, 2]], expected[[0, 2]])
+        assert torch.equal(torch.cat(seen), out[[0, 2]])
+        for request, _ in blocks:
+            hub.end(request, None)
+            hub.remove(request)
+        hub.check_integrity()
+
+    run(check)
