@@ -65,19 +65,19 @@ class Outbox:
         """Bytes of the file, for a client that cannot open it; None if no saves of the trace wait (any more)."""
         with self._changed:
             offer = self._waiting.get(trace)
-            return None if offer is None else offer.read(start, count)
+            return None if offer is None or offer.dropped else offer.read(start, count)
 
     def drop(self, trace: str) -> None:
         """Forget the saves of a trace: they have been fetched, or its caller has given up."""
         with self._changed:
-            offer = self._waiting.pop(trace, None)
-            if offer is not None:
-                offer.close()
+            if trace in self._waiting:
+                self._waiting[trace].dropped = True
+                self._changed.notify()
 
     def check_integrity(self) -> None:
         """Assert that nothing waits to be fetched. Raises `InternalError`."""
         with self._changed:
-            left = [trace for trace, offer in self._waiting.items() if not offer.taken]
+            left = [trace for trace, offer in self._waiting.items() if not (offer.dropped or offer.taken)]
         if left:
             raise InternalError(f"the saves of {len(left)} traces were not fetched.")
 
@@ -101,14 +101,16 @@ class Outbox:
 class _Offer:
     """Saves on their way into a file, and the file.
 
-    The thread that copies may still write when the offer is closed; the lock keeps it from writing into whatever the
-    number of the file stands for next.
+    Only the thread that copies closes it: a number that is closed while it is written to may stand for another file.
+
+    Attributes:
+        dropped: nobody wants the saves any more; a copy that goes on stops.
     """
 
     def __init__(self, saves: Packed) -> None:
         self._pieces: list[memoryview | None] = [memoryview(saves.head), *saves.buffers]
         sizes = tuple(len(piece) for piece in self._pieces if piece is not None)
-        self._lock = threading.Lock()
+        self.dropped = False
         self._deadline = float("inf")
         self._fd = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -119,7 +121,7 @@ class _Offer:
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             os.pwrite(self._fd, token, 0)
         except BaseException:
-            self.close()
+            os.close(self._fd)
             raise
 
     @property
@@ -130,22 +132,20 @@ class _Offer:
     @property
     def taken(self) -> bool:
         """Whether the client has opened the file."""
-        with self._lock:
-            return self._fd >= 0 and os.pread(self._fd, 1, TAKEN) != b"\0"
+        return os.pread(self._fd, 1, TAKEN) != b"\0"
 
     @property
     def over(self) -> bool:
         """Whether the worker's end of the file can be closed."""
-        return self.copied and (self.taken or time.monotonic() > self._deadline)
+        return self.dropped or (self.copied and (self.taken or time.monotonic() > self._deadline))
 
     def copy(self) -> None:
         """Copy everything, and let go of each piece once it is copied."""
         try:
             for start, part in self._parts():
-                with self._lock:
-                    if self._fd < 0:
-                        return
-                    _write(self._fd, part, start)
+                if self.dropped:
+                    return
+                _write(self._fd, part, start)
             self._mark(State.DONE)
         except Exception as error:
             _log.exception("invivo cannot copy saved values into shared memory")
@@ -163,24 +163,18 @@ class _Offer:
             self._pieces[index] = None
 
     def _mark(self, state: State, number: int = 0) -> None:
-        with self._lock:
-            if self._fd >= 0:
-                os.pwrite(self._fd, bytes([number & 0xFF]), ERROR)
-                os.pwrite(self._fd, bytes([state]), STATE)
+        os.pwrite(self._fd, bytes([number & 0xFF]), ERROR)
+        os.pwrite(self._fd, bytes([state]), STATE)
 
     def read(self, start: int, count: int) -> bytes:
         """Bytes of the file as far as it is written."""
-        with self._lock:
-            if self.copied:
-                self._deadline = time.monotonic() + _SECONDS
-            return os.pread(self._fd, count, start)
+        if self.copied:
+            self._deadline = time.monotonic() + _SECONDS
+        return os.pread(self._fd, count, start)
 
     def close(self) -> None:
-        """Close the worker's end; a copy that goes on stops."""
-        with self._lock:
-            fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Close the worker's end."""
+        os.close(self._fd)
 
 
 def _write(fd: int, data: memoryview, start: int) -> None:

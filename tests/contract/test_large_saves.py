@@ -16,6 +16,9 @@ from support.processes import descendants
 TIMES = 5000
 """[9, 576] float32 so many times are 104 MB."""
 
+ONE = 9 * 576 * 4 * TIMES / 2**20
+"""The same in MiB."""
+
 
 def large_trace(model: Any) -> torch.Tensor:
     with model.trace(PROMPT, max_tokens=1, temperature=0):
@@ -59,12 +62,13 @@ def test_memory_goes_back_on_every_side(smollm2: Any) -> None:
     processes = [psutil.Process(), *descendants(psutil.Process().pid)]
     before = total(processes)
     kept = [large_trace(smollm2) for _ in range(5)]
-    assert max(grown(processes, before)) > 400  # in this process, and in no other
-    assert sorted(grown(processes, before))[-2] < 150
+    assert all(hidden.isfinite().all() for hidden in kept)  # pages count once they have been touched
+    assert grown(processes, before)[0] > 4 * ONE
+    assert max(grown(processes, before)[1:]) < 2 * ONE
     del kept
     gc.collect()
     deadline = time.monotonic() + 20
-    while max(grown(processes, before)) > 20:
+    while max(grown(processes, before)) > 0.9 * ONE:
         assert time.monotonic() < deadline, grown(processes, before)
         time.sleep(0.1)
     assert_serves(smollm2)

@@ -1,4 +1,4 @@
-"""Killed while 100 MB come home: client or worker, nothing of it stays."""
+"""Killed while 100 MB come home: client or engine, nothing of it stays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def holds(pid):
 def kill():
     while not holds(worker.pid):
         pass
-    victim = {{"client": psutil.Process(), "worker": worker}}[{who!r}]
+    victim = {{"client": psutil.Process(), "engine": core}}[{who!r}]
     victim.kill()
 
 
@@ -64,7 +64,7 @@ model.close()
 """
 
 
-@pytest.mark.parametrize("who", ["client", "worker"])
+@pytest.mark.parametrize("who", ["client", "engine"])
 def test_killed_while_saves_are_copied(tmp_path: Path, who: str) -> None:
     path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
     source = SCRIPT.format(path=path, engine=ENGINE | {"max_model_len": 128}, who=who)
