@@ -15,9 +15,11 @@ import greenlet
 
 from ..envoy import active
 from ..envoy.address import Port
-from ..envoy.errors import InternalError, PortError, PortPassedError, StepError
+from ..envoy.errors import InternalError, InvokeError, PortError, PortPassedError, StepError
 from ..envoy.tree import ModuleTree
+from ..tracer.naming import Saved
 from ..tracer.tracer import Tracer
+from .group import Member
 from .modes import Turns
 from .values import Held
 from .views import Part, view, with_part
@@ -35,21 +37,20 @@ class EndWait:
     """Waiting for the request to end."""
 
 
-Wait: TypeAlias = Port | StepWait | EndWait
+class BarrierWait:
+    """Waiting for other blocks of the trace to come to a barrier."""
+
+    def __init__(self, barrier: str, count: int) -> None:
+        self.barrier = barrier
+        self.count = count
+
+
+Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait
 """What a block waits for; a port is one of the current step."""
 
 
 class StopBlock(BaseException):
     """Unwinds a block that called `tracer.stop()`."""
-
-
-class Saved:
-    """A value that the block saved, where, and under which names the statement puts it."""
-
-    def __init__(self, value: object, names: tuple[str, ...], line: int) -> None:
-        self.value = value
-        self.names = names
-        self.line = line
 
 
 class Mediator(active.Session):
@@ -70,6 +71,8 @@ class Mediator(active.Session):
         saved: what it saved, in order.
         warnings: message and line of each warning.
         fixed_samples: why the request's samples cannot be written; None if they can.
+        member: its place among the blocks of its trace; None if it is alone.
+        index: the number of that place; blocks at the same port have their turns in this order.
     """
 
     def __init__(self, tree: ModuleTree, turns: Turns, body: Callable[[Mediator], dict[str, object]]) -> None:
@@ -88,8 +91,10 @@ class Mediator(active.Session):
         self.saved: list[Saved] = []
         self.warnings: list[tuple[str, int]] = []
         self.fixed_samples: str | None = None
+        self.member: Member | None = None
+        self.index = 0
         self.line: Callable[[], int] = lambda: 0
-        self.passed: Callable[[Port], str | None] = lambda port: None
+        self.passed: Callable[[Mediator, Port], str | None] = lambda mediator, port: None
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
         self._turns = turns
         self._body = body
@@ -119,6 +124,10 @@ class Mediator(active.Session):
         self.step = step
         self._turn(True)
 
+    def at_barrier(self) -> None:
+        """Its turn when all blocks have come to the barrier that it waits at."""
+        self._turn(None)
+
     def end(self, result: object) -> None:
         """The request has ended: let the block run to its end."""
         self._ended, self._result = True, result
@@ -128,6 +137,9 @@ class Mediator(active.Session):
             self.drop(StepError("the request ended before the block could begin."))
         elif isinstance(self.wait, Port):
             self.fail(InternalError(f"{self.wait} was still waited for when the request had ended."))
+        elif isinstance(self.wait, BarrierWait):
+            assert self.member is not None, "there are barriers in a group only"
+            self.fail(self.member.unmet(self.wait.barrier, "its request had ended"))
         else:
             self._turn(result if isinstance(self.wait, EndWait) else False)
 
@@ -146,6 +158,7 @@ class Mediator(active.Session):
                 self._turns.end(over=True)
         self._greenlet = None
         self.wait = None
+        self._give()
 
     def forget(self) -> None:
         """Let go of everything that the block held, once it was sent home."""
@@ -168,6 +181,12 @@ class Mediator(active.Session):
             self.port = self._held = None
         if over:
             self._greenlet = None
+            self._give()
+
+    def _give(self) -> None:
+        """The block is over: what other blocks of the trace take from it is there, or never will be."""
+        if self.member is not None:
+            self.member.give(self.scope, self.failure)
 
     def _run(self, _first: object) -> None:
         active.enter(self)
@@ -218,6 +237,12 @@ class Mediator(active.Session):
         self.stopped_at = self.line()
         raise StopBlock
 
+    def meet(self, barrier: str, count: int) -> None:
+        if self._ended:
+            raise InvokeError("the block came to a barrier when its request had ended: no other block can meet it.")
+        if count > 1:
+            self._switch(BarrierWait(barrier, count))
+
     def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
         self.saved.append(Saved(value, names, self.line()))
         return value
@@ -232,7 +257,7 @@ class Mediator(active.Session):
                 f"{port} was asked for after the request had ended (in step {self.step}). Read ports before the end, "
                 "inside the loop over `tracer.iter`."
             )
-        passed = self.passed(port)
+        passed = self.passed(self, port)
         if passed is not None:
             raise PortPassedError(passed)
         self._switch(port)
@@ -248,7 +273,7 @@ class Mediator(active.Session):
         return current.parent.switch(wait)
 
 
-_WAITS = (Port, StepWait, EndWait)
+_WAITS = (Port, StepWait, EndWait, BarrierWait)
 
 _PADDING = 24
 """Calls through C below a block, of about four C frames each.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import torch
 from msgspec import structs
 
 from ..envoy.errors import InternalError, SaveError, WriteError
@@ -12,11 +11,12 @@ from ..envoy.tree import Learned
 from ..tracer.backend import Reply
 from ..tracer.block import Block
 from ..tracer.failure import Failure, describe
+from ..tracer.naming import saved_by_name, unheld
 from ..tracer.results import pack
 from ..tracer.tracebacks import FrameLine
 from .launch import Launched
 from .lost import reachable_ids
-from .mediator import Mediator, Saved
+from .mediator import Mediator
 
 
 def reply_of(launched: Launched, learned: Learned | None) -> Reply:
@@ -31,9 +31,23 @@ def reply_of(launched: Launched, learned: Learned | None) -> Reply:
         failure = failure or _unsendable(launched, named, error)
     if mediator.stopped:
         mediator.warnings.extend(_unreached(launched.block, mediator))
-    reply = Reply(saves, failure, _printed(launched), tuple(mediator.warnings), learned)
+    shared, failure = _shared(launched, failure)
+    reply = Reply(saves, failure, _printed(launched), tuple(mediator.warnings), learned, shared)
     mediator.forget()
     return reply
+
+
+def _shared(launched: Launched, failure: Failure | None) -> tuple[bytes, Failure | None]:
+    """What was saved around the invokes, if this block is the last of them; and the failure of that or of the block."""
+    member = launched.mediator.member
+    home = member.leave() if member is not None else None
+    if home is None:
+        return b"", failure
+    try:
+        return pack(home), failure
+    except SaveError as error:
+        kept = pack({name: value for name, value in home.items() if _can_be_sent(value)})
+        return kept, failure or describe(error)
 
 
 def _unreached(block: Block, mediator: Mediator) -> list[tuple[str, int]]:
@@ -92,38 +106,13 @@ def _printed(launched: Launched) -> str:
 def named_saves(mediator: Mediator) -> dict[str, object]:
     """Saved values by the names that hold them at the end of the block.
 
-    Objects are recognised by identity; numbers and strings, of which Python shares equal ones, by the name that the
-    saving statement gave them. A saved value that no name holds, directly or in a saved container, is warned about.
+    A saved value that no name holds, directly or in a saved container, is warned about.
     """
-    scope = mediator.scope
-    by_identity = {id(entry.value) for entry in mediator.saved if not _shared(entry.value)}
-    named = {name: value for name, value in scope.items() if id(value) in by_identity}
-    for entry in mediator.saved:
-        for name in entry.names:
-            if name in scope and scope[name] is entry.value:
-                named[name] = entry.value
+    named = saved_by_name(mediator.scope, mediator.saved)
     if mediator.failure is not None:
         return named
     held = {identity for value in named.values() for identity in reachable_ids(value)}
     for entry in mediator.saved:
         if id(entry.value) not in held:
-            mediator.warnings.append((_unheld(entry), entry.line))
+            mediator.warnings.append((unheld(entry), entry.line))
     return named
-
-
-def _unheld(entry: Saved) -> str:
-    if entry.names:
-        names = ", ".join(f"`{name}`" for name in entry.names)
-        return (
-            f"the value saved here as {names} is lost: at the end of the block the name held another one. Save it "
-            "after its last change, or under a name of its own."
-        )
-    return (
-        "the value saved here is lost: at the end of the block no variable held it. Bind it to a name "
-        "(`h = x.save()`), or save the container it is in."
-    )
-
-
-def _shared(value: object) -> bool:
-    """Whether Python may use one object for equal values of this kind."""
-    return value is None or isinstance(value, bool | int | float | complex | str | bytes | tuple | torch.dtype)

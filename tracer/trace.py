@@ -6,21 +6,18 @@ home what it saved, printed and warned of, or raises what it raised.
 
 from __future__ import annotations
 
-import re
 import sys
-import uuid
 import warnings
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from ..envoy.envoy import RootEnvoy
 from ..envoy.errors import InvivoWarning
-from .block import FORMAT, Payload
-from .capture import Captured, Site, locate, read
-from .check import check_names
-from .codec import encode
+from .block import Payload
+from .capture import Site, locate, read
 from .failure import rebuild
 from .frames import SkipBody, Skipper, bind
+from .packing import make_payload
 from .results import unpack
 from .tracer import Tracer
 
@@ -59,7 +56,7 @@ class Trace:
         """
         frame = sys._getframe(1)
         site = locate(frame)
-        self._payload = self._pack(site, read(site, frame))
+        self._payload = make_payload(site, read(site, frame), self._model, self._seed)
         self._frame, self._site = frame, site
         self._skipper = Skipper(frame, site, self._tracer)
         self._skipper.arm()
@@ -84,24 +81,10 @@ class Trace:
         try:
             reply, result = self._backend.run(self._payload, self._request)
         except BaseException as raised:
-            _leave_out(error, raised)
+            leave_out(error, raised)
             raise
         self._come_home(reply, result, frame, self._site)
         return True
-
-    def _pack(self, site: Site, captured: Captured) -> Payload:
-        values = {**captured.globals, **captured.locals}
-        check_names(site.tree, values, frozenset(site.stores), site.block.filename)
-        encoded = encode({"local": captured.locals, "global": captured.globals}, self._model)
-        return Payload(
-            FORMAT,
-            uuid.uuid4().hex,
-            site.block,
-            encoded.data,
-            encoded.tensors,
-            self._seed,
-            tuple(sorted(encoded.uses | _imported_random(site.block.source))),
-        )
 
     def _come_home(self, reply: Reply, result: object, frame: FrameType, site: Site) -> None:
         if reply.printed:
@@ -115,15 +98,10 @@ class Trace:
         for message, line in reply.warnings:
             warnings.warn_explicit(message, InvivoWarning, site.block.filename, line or site.block.lineno)
         if reply.failure is not None:
-            _raise(rebuild(reply.failure), saves)
+            raise_from_block(rebuild(reply.failure), saves)
 
 
-def _imported_random(source: str) -> set[str]:
-    """Random sources that the block itself imports."""
-    return {name for name in ("random", "numpy") if re.search(rf"\b(import|from)\s+{name}\b", source)}
-
-
-def _leave_out(skip: BaseException | None, raised: BaseException) -> None:
+def leave_out(skip: BaseException | None, raised: BaseException) -> None:
     """Take the exception that skipped the body out of what `raised` came from."""
     while skip is not None and raised.__context__ is not None:
         if raised.__context__ is skip:
@@ -132,8 +110,8 @@ def _leave_out(skip: BaseException | None, raised: BaseException) -> None:
         raised = raised.__context__
 
 
-def _raise(error: BaseException, saves: dict[str, object]) -> NoReturn:
-    """Raise the block's exception with its own context, not with the exception that skipped the body."""
+def raise_from_block(error: BaseException, saves: dict[str, object]) -> NoReturn:
+    """Raise a block's exception with its own context, not with the exception that skipped the body."""
     error.saves = saves  # type: ignore[attr-defined]
     context = error.__context__
     try:

@@ -7,10 +7,11 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 from rich.console import Console
 from vllm import LLM, RequestOutput, SamplingParams
@@ -22,6 +23,9 @@ from .watch import watch
 
 _SHUTDOWN_SECONDS = 60.0
 """How long an engine's processes have to end before they are killed; a killed one leaves shared memory behind."""
+
+Call: TypeAlias = "Callable[..., Any]"
+"""Calls a method of the (one) worker: its name, then its arguments."""
 
 
 class Engine:
@@ -91,6 +95,28 @@ class Engine:
         Raises:
             EngineDiedError: the engine's process is gone.
         """
+        outputs: list[RequestOutput] = []
+        self.generate_all([prompt], [params], [()], lambda index, output, call: outputs.append(output))
+        return outputs[-1]
+
+    def generate_all(
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        after: Sequence[Collection[int]],
+        ended: Callable[[int, RequestOutput, Call], None],
+    ) -> None:
+        """Run requests together, each to its end; all are aborted if the wait is interrupted.
+
+        Args:
+            prompts: one for each request.
+            params: the same.
+            after: for each request, the numbers of those that must have ended before it is sent.
+            ended: called for each request when it has ended, with its number, its output, and `call` for use in it.
+
+        Raises:
+            EngineDiedError: the engine's process is gone.
+        """
         with self._used(), _alive():
             llm = self.start()
             if llm.llm_engine.has_unfinished_requests():
@@ -98,15 +124,26 @@ class Engine:
                     "the engine has requests that were enqueued and not waited for; they would finish during the "
                     "trace, and their outputs be lost. Call `model.engine.wait_for_completion()` before the trace."
                 )
-            ids = llm.enqueue([prompt], [params], use_tqdm=False)
+            ids: dict[str, int] = {}
+            done: set[int] = set()
             try:
-                outputs = llm.wait_for_completion(RequestOutput, use_tqdm=False)
+                while len(done) < len(prompts):
+                    sent = set(ids.values())
+                    ready = [i for i in range(len(prompts)) if i not in sent and done.issuperset(after[i])]
+                    if ready:
+                        new = llm.enqueue([prompts[i] for i in ready], [params[i] for i in ready], use_tqdm=False)
+                        ids.update(zip(new, ready, strict=True))
+                    assert llm.llm_engine.has_unfinished_requests(), "requests wait for earlier ones only"
+                    for output in llm.llm_engine.step():
+                        if output.finished:
+                            index = _number(ids, output.request_id)
+                            done.add(index)
+                            ended(index, cast("RequestOutput", output), partial(_call, llm))
             except EngineDeadError:
                 raise
             except BaseException:
-                llm.llm_engine.abort_request(ids, internal=True)
+                llm.llm_engine.abort_request(list(ids), internal=True)
                 raise
-            return outputs[-1]
 
     def call(self, method: str, *args: object) -> Any:
         """Call a method of the (one) worker.
@@ -115,7 +152,7 @@ class Engine:
             EngineDiedError: the engine's process is gone.
         """
         with self._used(), _alive():
-            return self.start().collective_rpc(method, args=args)[0]
+            return _call(self.start(), method, *args)
 
     @contextmanager
     def _used(self) -> Iterator[None]:
@@ -141,6 +178,15 @@ class Engine:
             llm, self._llm = self._llm, None
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown(timeout=_SHUTDOWN_SECONDS)
+
+
+def _call(llm: LLM, method: str, *args: object) -> Any:
+    return llm.collective_rpc(method, args=args)[0]
+
+
+def _number(ids: dict[str, int], request: str) -> int:
+    """The number of the request that an output belongs to: the engine adds a random part to the ids."""
+    return next(number for key, number in ids.items() if key == request or key.rpartition("-")[0] == request)
 
 
 def _shown(console: Console, text: str) -> AbstractContextManager[object]:

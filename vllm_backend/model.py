@@ -8,9 +8,13 @@ from typing import Any, Self
 
 from ..envoy.envoy import RootEnvoy
 from ..envoy.errors import InternalError, PromptError
+from ..tracer.outer import OuterTrace
 from ..tracer.prompt import Prompt, tokenize
 from ..tracer.trace import Trace
 from .version import check_version
+
+_NONE: Any = object()
+"""No prompt, which is not None given as one."""
 
 
 class VLLM(RootEnvoy):
@@ -65,11 +69,14 @@ class VLLM(RootEnvoy):
         """
         return self._engine.start()
 
-    def trace(self, prompt: object, **sampling: Any) -> Trace:
-        """Trace one request: ``with model.trace(prompt, max_tokens=5, temperature=0) as tracer:``.
+    def trace(self, prompt: object = _NONE, **sampling: Any) -> Trace | OuterTrace:
+        """Trace one request, ``with model.trace(prompt, max_tokens=5, temperature=0) as tracer:``, or several.
+
+        Without a prompt, the prompts are those of ``with tracer.invoke(prompt):`` in the body, and each invoke may
+        have sampling arguments that go before those of the trace.
 
         Args:
-            prompt: a text, a list of token ids, or a list of chat messages.
+            prompt: a text, a list of token ids, or a list of chat messages; or nothing.
             sampling: arguments of `vllm.SamplingParams` (``max_tokens``, ``temperature``, ``seed``, ...), or one
                 ``sampling_params``.
 
@@ -79,13 +86,26 @@ class VLLM(RootEnvoy):
             EngineClosedError: the engine was closed.
         """
         from .sampling import sampling_params
-        from .sync import Request, SyncBackend
+        from .sync import SyncBackend
 
         self._engine.check_open()
+        backend = SyncBackend(self._engine)
+        if prompt is not _NONE:
+            return Trace(self, backend, *self._request((prompt,), sampling))
+        sampling_params(dict(sampling))
+        return OuterTrace(self, backend, self._request, sampling)
+
+    def _request(self, prompt: tuple[object, ...], sampling: dict[str, Any]) -> tuple[object, int]:
+        """What the backend runs for a prompt, and the seed of its block."""
+        from .sampling import sampling_params
+        from .sync import Request
+
+        if len(prompt) != 1:
+            raise PromptError(f"a request has one prompt, and this got {len(prompt)}: make an invoke of each.")
         params = sampling_params(sampling)
-        tokens = tokenize(prompt, self._tokenizer_for(prompt), self._model_config.get_vocab_size())
+        tokens = tokenize(prompt[0], self._tokenizer_for(prompt[0]), self._model_config.get_vocab_size())
         self._check_length(tokens)
-        return Trace(self, SyncBackend(self._engine), Request(tokens, params), params.seed or 0)
+        return Request(tokens, params), params.seed or 0
 
     def dispatch(self) -> Self:
         """Start the engine now instead of with the first trace; returns the model."""

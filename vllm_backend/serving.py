@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ import torch
 from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InternalError, MisuseError
+from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
 from ..interleaver.launch import Launched, launch
 from ..interleaver.outcome import reply_of
@@ -44,6 +45,7 @@ class Serving:
         self._hub: Hub | None = None
         self._root: RootEnvoy | None = None
         self._launched: dict[str, tuple[str, Launched]] = {}
+        self._groups = Groups()
 
     @property
     def active(self) -> bool:
@@ -117,6 +119,12 @@ class Serving:
         if entry is not None:
             self._ready().remove(entry[0])
 
+    def discard_group(self, group: str, traces: Sequence[str]) -> None:
+        """Forget a trace of several invokes, whether they have started or not."""
+        for trace in traces:
+            self.discard(trace)
+        self._groups.drop(group)
+
     def check_integrity(self) -> str:
         """Empty if nothing is left of earlier traces, else what is."""
         try:
@@ -124,6 +132,8 @@ class Serving:
                 self._hub.check_integrity()
             if self._launched:
                 raise InternalError(f"{len(self._launched)} traces were not collected.")
+            if len(self._groups):
+                raise InternalError(f"{len(self._groups)} traces of several invokes are not over.")
         except InternalError as error:
             return str(error)
         return ""
@@ -135,7 +145,7 @@ class Serving:
         if new.request_id in hub.mediators:
             return  # readmitted after a preemption; the step that it repeats ends it
         payload = msgspec.msgpack.decode(new.payload, type=Payload)
-        launched = launch(payload, hub.tree, self._envoy, self._device(), capture_output=True)
+        launched = launch(payload, hub.tree, self._envoy, self._device(), capture_output=True, groups=self._groups)
         launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
         self._launched[payload.trace] = (new.request_id, launched)
         hub.add(new.request_id, launched.mediator, self._vocabulary)

@@ -1,7 +1,8 @@
-"""The synchronous backend: one request at a time, run to its end."""
+"""The synchronous backend: the requests of one trace, run to their ends."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -10,8 +11,9 @@ from vllm import RequestOutput, SamplingParams
 from ..envoy.errors import EngineDiedError, MisuseError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
+from ..tracer.failure import describe
 from ..tracer.prompt import Prompt
-from .engine import Engine
+from .engine import Call, Engine
 from .request_output import encode_output
 from .settings import KEY
 
@@ -30,18 +32,8 @@ class SyncBackend:
         self._engine = engine
 
     def run(self, payload: Payload, request: object) -> tuple[Reply, RequestOutput]:
-        """Send the block with its request, wait, and fetch the reply.
-
-        The request gets a cache salt of its own and does not look into the prefix cache: what its edits change must
-        not be found by others, and rows found in the cache would never pass the block.
-        """
-        assert isinstance(request, Request), "VLLM.trace makes the request"
-        params = request.params.clone()
-        params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
-        params.skip_reading_prefix_cache = True
-        prompt: dict[str, object] = {"prompt_token_ids": request.prompt.token_ids, "cache_salt": payload.trace}
-        if request.prompt.text is not None:
-            prompt["prompt"] = request.prompt.text
+        """Send the block with its request, wait, and fetch the reply."""
+        prompt, params = _prepared(payload, request)
         try:
             output = self._engine.generate(prompt, params)
             reply = self._engine.call("invivo_collect", payload.trace, encode_output(output))
@@ -51,8 +43,58 @@ class SyncBackend:
             self._engine.call("invivo_discard", payload.trace)
             raise
         if output.outputs[0].finish_reason == "error":
-            raise MisuseError(
-                "vLLM ended the request with an error, as it does when a token that the block wrote breaks the "
-                "structured output that was asked for; the engine's log says more."
-            )
+            raise MisuseError(_BROKEN)
         return msgspec.msgpack.decode(reply, type=Reply), output
+
+    def run_group(self, payloads: Sequence[Payload], requests: Sequence[object]) -> list[tuple[Reply, object]]:
+        """Run the invokes of a trace together; see `tracer.backend.Backend`.
+
+        One that takes values from others is sent when these have ended. Each block is collected as soon as its request
+        has ended, since only that brings a block to its end that waits for further steps.
+        """
+        prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
+        groups = [payload.group for payload in payloads if payload.group is not None]
+        outcomes: dict[int, tuple[Reply, object]] = {}
+
+        def ended(index: int, output: RequestOutput, call: Call) -> None:
+            data = call("invivo_collect", payloads[index].trace, encode_output(output))
+            reply = msgspec.msgpack.decode(data, type=Reply)
+            if output.outputs[0].finish_reason == "error":
+                reply = msgspec.structs.replace(reply, failure=reply.failure or describe(MisuseError(_BROKEN)))
+            outcomes[index] = reply, output
+
+        try:
+            self._engine.generate_all(
+                [prompt for prompt, _ in prepared],
+                [params for _, params in prepared],
+                [{index for _, index in group.takes} for group in groups],
+                ended,
+            )
+        except EngineDiedError:
+            raise
+        except BaseException:
+            self._engine.call("invivo_discard_group", groups[0].trace, [payload.trace for payload in payloads])
+            raise
+        return [outcomes[index] for index in range(len(payloads))]
+
+
+_BROKEN = (
+    "vLLM ended the request with an error, as it does when a token that the block wrote breaks the structured output "
+    "that was asked for; the engine's log says more."
+)
+
+
+def _prepared(payload: Payload, request: object) -> tuple[dict[str, object], SamplingParams]:
+    """The prompt and sampling parameters as vLLM takes them, with the block in them.
+
+    The request gets a cache salt of its own and does not look into the prefix cache: what its edits change must not be
+    found by others, and rows found in the cache would never pass the block.
+    """
+    assert isinstance(request, Request), "VLLM.trace makes the request"
+    params = request.params.clone()
+    params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
+    params.skip_reading_prefix_cache = True
+    prompt: dict[str, object] = {"prompt_token_ids": request.prompt.token_ids, "cache_salt": payload.trace}
+    if request.prompt.text is not None:
+        prompt["prompt"] = request.prompt.text
+    return prompt, params

@@ -1,4 +1,4 @@
-"""What invivo adds to a worker: a runner that tells the blocks what it does, and three calls for the client."""
+"""What invivo adds to a worker: a runner that tells the blocks what it does, and calls for the client."""
 
 from __future__ import annotations
 
@@ -34,4 +34,5 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     runner.serving = serving
     worker.invivo_collect = serving.collect
     worker.invivo_discard = serving.discard
+    worker.invivo_discard_group = serving.discard_group
     worker.invivo_check_integrity = serving.check_integrity

@@ -27,8 +27,8 @@ HEAVY = ("torch", "vllm", "transformers", "numpy", "cloudpickle", "msgspec", "ri
 
 PUBLIC = """
     BlockError CaptureError EngineClosedError EngineDiedError ForeignError InternalError InvivoError InvivoWarning
-    Local MisuseError OutsideBlockError PortError PortNotReachedError PortPassedError PromptError SamplingError
-    SaveError StepError TransferError UnknownNameError UnsupportedError VLLM VersionError WriteError
+    InvokeError Local MisuseError OutsideBlockError PortError PortNotReachedError PortPassedError PromptError
+    SamplingError SaveError StepError TransferError UnknownNameError UnsupportedError VLLM VersionError WriteError
     __version__ errors save
 """.split()
 
