@@ -123,6 +123,7 @@ class Sharing:
         if not values:
             return None
         encoded = encode({"home": values}, self._owner, self.key)
+        self.settle()  # containers that no block uses, around others
         return Home(encoded.data, encoded.tensors)
 
     def shares(self, value: object) -> bool:
