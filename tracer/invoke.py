@@ -91,6 +91,10 @@ class Invoke(Tracer):
         bind(frame, {name: HandedOn(self.trace, self.index, name) for name in _assigned(self.site, frame)}, ())
         return True
 
+    def taken_from(self, other: Invoke) -> list[str]:
+        """Names whose values it takes from another one."""
+        return [name for name, index in self.takes.items() if index == other.index]
+
 
 def _assigned(site: Site, frame: FrameType) -> list[str]:
     """Names of the caller's scope that the block assigns, but for modules that it imports and the scope has anyway."""

@@ -21,12 +21,13 @@ from ..envoy.errors import InvivoWarning, MisuseError
 from .block import Group, Payload
 from .capture import Captured, Site, locate, read
 from .check import check_names
+from .dependencies import check_barriers
 from .failure import rebuild
 from .frames import SkipBody, Skipper, bind, release
 from .handed import HandedOn
 from .invoke import Invoke
 from .naming import Saved, held, saved_by_name, unheld
-from .outer_tracer import MakeRequest, OuterTracer, check_barriers
+from .outer_tracer import MakeRequest, OuterTracer
 from .packing import encode_values, payload_of
 from .program import SAVE, Program, compile_block
 from .results import unpack
@@ -172,22 +173,24 @@ class OuterTrace:
     def _payloads(self, scope: dict[str, object], named: dict[str, object]) -> list[Payload]:
         """The payloads, now that it is known what each gives to others."""
         self._sharing.check_unchanged(scope)
-        check_barriers(self._tracer.invokes)
         home = self._sharing.home(named)
         invokes = self._tracer.invokes
-        payloads = []
-        for invoke in invokes:
-            gives = {name for other in invokes for name, index in other.takes.items() if index == invoke.index}
-            group = Group(
+        groups = [
+            Group(
                 trace=invoke.trace,
                 index=invoke.index,
                 size=len(invokes),
                 takes=tuple(invoke.takes.items()),
-                gives=tuple(sorted(gives)),
+                gives=tuple(sorted({name for other in invokes for name in other.taken_from(invoke)})),
                 barriers=invoke.barriers,
                 shared=tuple(self._sharing.batches),
                 home=home,
             )
+            for invoke in invokes
+        ]
+        check_barriers(groups)
+        payloads = []
+        for invoke, group in zip(invokes, groups, strict=True):
             assert invoke.payload is not None, "it was captured"
             payloads.append(structs.replace(invoke.payload, group=group))
         return payloads

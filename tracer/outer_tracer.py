@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -121,42 +121,3 @@ class OuterTracer(Tracer):
         if active.current() is not None:
             self._single(what)
         raise MisuseError(f"{what} was called when the body of its trace had ended. Call it inside of the `with`.")
-
-
-def check_barriers(invokes: Sequence[Invoke]) -> None:
-    """Refuse barriers that can never fill.
-
-    Raises:
-        MisuseError: too few invokes refer to one, or some of them would have to end first, since others take values
-            from them.
-    """
-    meeting: dict[str, tuple[int, list[int]]] = {}
-    for invoke in invokes:
-        for key, count in invoke.barriers:
-            meeting.setdefault(key, (count, []))[1].append(invoke.index)
-    after = _after(invokes)
-    for count, indices in meeting.values():
-        shown = ", ".join(map(str, indices))
-        if len(indices) < count:
-            raise MisuseError(
-                f"a barrier waits for {count} blocks, and {len(indices)} of the trace refer to it (invokes {shown}). "
-                "Give `tracer.barrier` the number of blocks that call it."
-            )
-        for index in indices:
-            if sum(index not in after[other] for other in indices) < count:
-                later = next(other for other in indices if index in after[other])
-                names = ", ".join(f"`{name}`" for name, source in invokes[later].takes.items() if source == index)
-                raise MisuseError(
-                    f"invoke {index} waits at a barrier for invoke {later}, which begins only when invoke {index} has "
-                    f"ended, since it takes {names or 'a value'} over from it. Hand the value over in a dict that is "
-                    "made in front of the invokes (`box = {}`), or leave the barrier out."
-                )
-
-
-def _after(invokes: Sequence[Invoke]) -> list[set[int]]:
-    """For each invoke, those that end before it begins."""
-    after: list[set[int]] = []
-    for invoke in invokes:
-        sources = set(invoke.takes.values())
-        after.append(sources.union(*(after[source] for source in sources)))
-    return after

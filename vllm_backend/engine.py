@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, cast
 from rich.console import Console
 from vllm import LLM, RequestOutput, SamplingParams
 
-from ..envoy.errors import EngineClosedError, EngineDiedError, MisuseError
+from ..envoy.errors import EngineClosedError, EngineDiedError, InternalError, MisuseError
 from .compat import EngineDeadError
 from .interrupt import interruptible_start
 from .watch import watch
@@ -96,7 +96,12 @@ class Engine:
             EngineDiedError: the engine's process is gone.
         """
         outputs: list[RequestOutput] = []
-        self.generate_all([prompt], [params], [()], lambda index, output, call: outputs.append(output))
+
+        def ended(index: int, output: RequestOutput, call: Call) -> Collection[int]:
+            outputs.append(output)
+            return [index]
+
+        self.generate_all([prompt], [params], [()], ended)
         return outputs[-1]
 
     def generate_all(
@@ -104,15 +109,16 @@ class Engine:
         prompts: Sequence[Any],
         params: Sequence[SamplingParams],
         after: Sequence[Collection[int]],
-        ended: Callable[[int, RequestOutput, Call], None],
+        ended: Callable[[int, RequestOutput, Call], Collection[int]],
     ) -> None:
         """Run requests together, each to its end; all are aborted if the wait is interrupted.
 
         Args:
             prompts: one for each request.
             params: the same.
-            after: for each request, the numbers of those that must have ended before it is sent.
-            ended: called for each request when it has ended, with its number, its output, and `call` for use in it.
+            after: for each request, the numbers of those that must be over before it is sent.
+            ended: called for each request when it has ended, with its number, its output, and `call` for use in it;
+                says which requests are over now.
 
         Raises:
             EngineDiedError: the engine's process is gone.
@@ -125,20 +131,21 @@ class Engine:
                     "trace, and their outputs be lost. Call `model.engine.wait_for_completion()` before the trace."
                 )
             ids: dict[str, int] = {}
-            done: set[int] = set()
+            over: set[int] = set()
+            waiting = list(range(len(prompts)))
             try:
-                while len(done) < len(prompts):
-                    sent = set(ids.values())
-                    ready = [i for i in range(len(prompts)) if i not in sent and done.issuperset(after[i])]
+                while waiting or llm.llm_engine.has_unfinished_requests():
+                    ready = [index for index in waiting if over.issuperset(after[index])]
+                    waiting = [index for index in waiting if index not in ready]
                     if ready:
                         new = llm.enqueue([prompts[i] for i in ready], [params[i] for i in ready], use_tqdm=False)
                         ids.update(zip(new, ready, strict=True))
-                    assert llm.llm_engine.has_unfinished_requests(), "requests wait for earlier ones only"
+                    if not llm.llm_engine.has_unfinished_requests():
+                        raise InternalError(f"the requests {waiting} of a trace wait for each other.")
                     for output in llm.llm_engine.step():
                         if output.finished:
                             index = _number(ids, output.request_id)
-                            done.add(index)
-                            ended(index, cast("RequestOutput", output), partial(_call, llm))
+                            over.update(ended(index, cast("RequestOutput", output), partial(_call, llm)))
             except EngineDeadError:
                 raise
             except BaseException:

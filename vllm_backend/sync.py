@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -11,6 +11,7 @@ from vllm import RequestOutput, SamplingParams
 from ..envoy.errors import EngineDiedError, MisuseError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
+from ..tracer.dependencies import ends_before, meets
 from ..tracer.failure import describe
 from ..tracer.prompt import Prompt
 from .engine import Call, Engine
@@ -49,25 +50,28 @@ class SyncBackend:
     def run_group(self, payloads: Sequence[Payload], requests: Sequence[object]) -> list[tuple[Reply, object]]:
         """Run the invokes of a trace together; see `tracer.backend.Backend`.
 
-        One that takes values from others is sent when these have ended. Each block is collected as soon as its request
-        has ended, since only that brings a block to its end that waits for further steps.
+        One that takes values from others is sent when their blocks have ended. A block is collected, which ends it, as
+        soon as its request has ended, and with it those of the blocks that it may still meet at a barrier.
         """
         prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
         groups = [payload.group for payload in payloads if payload.group is not None]
+        company = meets(groups)
+        outputs: dict[int, RequestOutput] = {}
         outcomes: dict[int, tuple[Reply, object]] = {}
 
-        def ended(index: int, output: RequestOutput, call: Call) -> None:
-            data = call("invivo_collect", payloads[index].trace, encode_output(output))
-            reply = msgspec.msgpack.decode(data, type=Reply)
-            if output.outputs[0].finish_reason == "error":
-                reply = msgspec.structs.replace(reply, failure=reply.failure or describe(MisuseError(_BROKEN)))
-            outcomes[index] = reply, output
+        def ended(index: int, output: RequestOutput, call: Call) -> Collection[int]:
+            outputs[index] = output
+            for at in sorted(outputs.keys() - outcomes.keys()):
+                if outputs.keys() >= company[at]:
+                    data = call("invivo_collect", payloads[at].trace, encode_output(outputs[at]))
+                    outcomes[at] = _read(data, outputs[at]), outputs[at]
+            return outcomes
 
         try:
             self._engine.generate_all(
                 [prompt for prompt, _ in prepared],
                 [params for _, params in prepared],
-                [{index for _, index in group.takes} for group in groups],
+                ends_before(groups),
                 ended,
             )
         except EngineDiedError:
@@ -82,6 +86,14 @@ _BROKEN = (
     "vLLM ended the request with an error, as it does when a token that the block wrote breaks the structured output "
     "that was asked for; the engine's log says more."
 )
+
+
+def _read(data: bytes, output: RequestOutput) -> Reply:
+    """The reply of an invoke, with what vLLM made of its request."""
+    reply = msgspec.msgpack.decode(data, type=Reply)
+    if output.outputs[0].finish_reason == "error" and reply.failure is None:
+        return msgspec.structs.replace(reply, failure=describe(MisuseError(_BROKEN)))
+    return reply
 
 
 def _prepared(payload: Payload, request: object) -> tuple[dict[str, object], SamplingParams]:
