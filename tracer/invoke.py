@@ -91,6 +91,11 @@ class Invoke(Tracer):
         bind(frame, {name: HandedOn(self.trace, self.index, name) for name in _assigned(self.site, frame)}, ())
         return True
 
+    def finish(self, saves: dict[str, object], result: object) -> None:
+        """Take in what came home, and let go of what was sent."""
+        super().finish(saves, result)
+        self.request = self.payload = None
+
     def taken_from(self, other: Invoke) -> list[str]:
         """Names whose values it takes from another one."""
         return [name for name, index in self.takes.items() if index == other.index]

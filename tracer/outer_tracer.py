@@ -38,7 +38,8 @@ class OuterTracer(Tracer):
         self._trace = trace
         self._make_request = make_request
         self._sampling = sampling
-        self._take_in = take_in
+        self._take_in: Callable[[Invoke], None] | None = take_in
+        self._made: list[Invoke] = []
         self._barriers = 0
         self._open = False
         self._results: list[object] = []
@@ -56,7 +57,9 @@ class OuterTracer(Tracer):
         """
         self._check("`tracer.invoke`")
         request, seed = self._make_request(prompt, {**self._sampling, **sampling})
-        return Invoke(request, seed, self._captured)
+        invoke = Invoke(request, seed, self._captured)
+        self._made.append(invoke)
+        return invoke
 
     def barrier(self, count: int) -> Barrier:
         """A place where `count` blocks wait for each other: ``meet = tracer.barrier(2)``, and in blocks ``meet()``.
@@ -82,12 +85,22 @@ class OuterTracer(Tracer):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """While the context lasts, the body runs."""
+        """While the context lasts, the body runs.
+
+        Raises:
+            MisuseError: it made an invoke that it did not enter.
+        """
         self._open = True
         try:
             yield
         finally:
             self._open = False
+            made, self._made, self._take_in = self._made, [], None
+        if any(invoke.site is None for invoke in made):
+            raise MisuseError(
+                "`tracer.invoke(...)` was called without a `with`, so there is no body and nothing is sent for it. "
+                "Write `with tracer.invoke(prompt):`; its body may be `pass`."
+            )
 
     def collisions(self, home: dict[str, object]) -> dict[str, list[int]]:
         """Names that several invokes saved by themselves, with the numbers of these.
@@ -112,6 +125,7 @@ class OuterTracer(Tracer):
         if invoke.index >= 0:
             raise MisuseError("an invoke is entered once: call `tracer.invoke(...)` in each `with`.")
         invoke.trace, invoke.index = self._trace, len(self.invokes)
+        assert self._take_in is not None, "the body runs"
         self._take_in(invoke)
         self.invokes.append(invoke)
 

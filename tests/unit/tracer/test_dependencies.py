@@ -38,5 +38,5 @@ def test_one_that_begins_later_is_not_waited_for() -> None:
 def test_barriers_that_cannot_fill() -> None:
     with pytest.raises(MisuseError, match=r"waits for 3 blocks, and 2 of the trace refer to it \(invokes 0, 2\)"):
         check_barriers(groups(({}, {"a": 3}), ({}, {}), ({}, {"a": 3})))
-    with pytest.raises(MisuseError, match="invoke 0 waits at a barrier for invoke 1, .* it takes `h` over"):
+    with pytest.raises(MisuseError, match=r"invoke 0 waits at a barrier for invoke 1, .* it takes `h` over"):
         check_barriers(groups(({}, {"a": 2}), ({"h": 0}, {"a": 2})))

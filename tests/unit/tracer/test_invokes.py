@@ -252,6 +252,7 @@ def test_errors_have_their_lines() -> None:
         ("with t.invoke(1):\n    with t.invoke(2):\n        pass", CaptureError, "an invoke inside of another one"),
         ("with t.invoke(1):\n    h = 1\nprint(h)", OutsideBlockError, "`h` is assigned in invoke 0"),
         ("with t.invoke(1):\n    h = 1\nif h: pass", OutsideBlockError, "`h` is assigned in invoke 0"),
+        ("with t.invoke(1):\n    pass\nt.invoke(2)", MisuseError, "without a `with`"),
         ("i = t.invoke(1)\nwith i:\n    pass\nwith i:\n    pass", MisuseError, "entered once"),
         ("x = [1]\nwith t.invoke(1):\n    x\nx.append(2)", MisuseError, "`x` was changed in the body"),
     ],
