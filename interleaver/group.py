@@ -129,6 +129,8 @@ class Member:
         if self.index in self._store.over:
             return
         self._store.over.add(self.index)
+        for barrier in list(self._store.waiting):
+            self._forget(barrier)
         if failure is not None:
             self._store.missing[self.index] = f"that one failed ({type(failure).__name__}: {failure})"
             return
@@ -173,11 +175,14 @@ class Member:
     def unmet(self, barrier: str, why: str) -> InvokeError:
         """The error for this block, which waits at a barrier in vain; it waits there no longer."""
         error = self._unmet(barrier, why)
-        waiting = self._store.waiting.get(barrier, [])
-        waiting[:] = [mediator for mediator in waiting if mediator.index != self.index]
-        if not waiting:
-            self._store.waiting.pop(barrier, None)
+        self._forget(barrier)
         return error
+
+    def _forget(self, barrier: str) -> None:
+        """This block waits there no longer."""
+        waiting = [mediator for mediator in self._store.waiting.pop(barrier, []) if mediator.index != self.index]
+        if waiting:
+            self._store.waiting[barrier] = waiting
 
     def _unmet(self, barrier: str, why: str) -> InvokeError:
         at = sorted({self.index, *(mediator.index for mediator in self._store.waiting.get(barrier, []))})

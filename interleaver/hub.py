@@ -15,7 +15,7 @@ from threading import get_ident
 import torch
 
 from ..envoy.address import LOGITS, SAMPLES, Port
-from ..envoy.errors import InternalError, InvokeError, PortNotReachedError, UnsupportedError
+from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws
 from .hooks import StepHooks
@@ -216,6 +216,7 @@ class Hub:
     def abandon_step(self) -> None:
         """The engine failed in this step: forget the step without running blocks."""
         self._over = True
+        self._firing = None
         self._waiting.clear()
         self._hooks.clear()
         SEAT.leave()
@@ -251,11 +252,9 @@ class Hub:
         if mediator.done:
             return
         if isinstance(mediator.wait, BarrierWait):
-            late = InvokeError(
-                f"this block waited at a barrier when its request went on to step {expected}: the engine did not hold "
-                "it back, and its edits would be missing."
-            )
-            self._end_with(mediator, request, late)
+            assert mediator.member is not None, "there are barriers in a group only"
+            why = f"its request went on to step {expected} without it, as the engine did not hold it back"
+            self._end_with(mediator, request, mediator.member.unmet(mediator.wait.barrier, why))
             return
         if mediator.wait is None:
             self._turn(mediator, mediator.start)
@@ -268,6 +267,7 @@ class Hub:
         if not mediator.done or mediator.failure is None:
             mediator.drop(error)
         self.ended.add(request)
+        self._meetings.see_end(mediator)
 
     def _serve(self, mediator: Mediator, port: Port, value: object) -> object:
         """One block's turn at a port; returns the replacement that it asks for, if any."""

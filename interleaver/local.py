@@ -155,6 +155,7 @@ class _Run:
         self.request = request
         self.launched: Launched | None = None
         self.fresh = False
+        self.after = [index for _, index in payload.group.takes] if payload.group is not None else []
         self.steps: Iterator[LocalOutput | None] = iter(())
         self.outcome: tuple[Reply, object] | None = None
 
@@ -188,10 +189,11 @@ class _LocalBackend:
             try:
                 while unfinished := [run for run in runs if run.outcome is None]:
                     held = self._hub.held
-                    able = next((run for run in unfinished if run.key not in held), None)
-                    if able is None:
+                    able = (run for run in unfinished if run.key not in held)
+                    ready = next((run for run in able if all(runs[at].outcome for at in run.after)), None)
+                    if ready is None:
                         raise InternalError("all blocks of a trace wait at barriers, and none was told.")
-                    self._go_on(able, groups)
+                    self._go_on(ready, groups)
             finally:
                 self._hub.abandon_step()
                 for run in runs:

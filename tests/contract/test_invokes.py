@@ -399,3 +399,19 @@ def test_barriers_that_cannot_fill(model: Any) -> None:
                 meet()
                 h.save()
     assert_serves(model)
+
+
+def test_one_that_takes_a_value_begins_after_a_meeting(model: Any) -> None:
+    with model.trace(max_tokens=1, temperature=0) as tracer:
+        meet = tracer.barrier(2)
+        order = list().save()
+        with tracer.invoke(PROMPT):
+            meet()
+            h = 5
+            order.append(0)
+        with tracer.invoke(OTHER):
+            order.append(h)
+        with tracer.invoke(OTHER):
+            meet()
+            order.append(2)
+    assert sorted(order) == [0, 2, 5] and order.index(0) < order.index(5)

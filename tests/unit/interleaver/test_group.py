@@ -169,6 +169,23 @@ def test_a_request_that_goes_on_while_its_block_waits(batch: Batch) -> None:
     assert isinstance(one.failure, InvokeError) and "went on to step 1" in str(one.failure)
 
 
+def test_a_block_that_goes_on_from_its_error_waits_no_longer(batch: Batch) -> None:
+    def stubborn(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        try:
+            meet()
+        except InvokeError:
+            mediator.advance(2)
+        meet()
+        return {}
+
+    one, two = batch.add(stubborn, lambda e, m: meet() or {})  # type: ignore[func-returns-value]
+    batch.step(0, 0)
+    batch.step(1, 0)
+    assert one.done, "the engine did not hold it"
+    batch.step(0, 1)
+    assert isinstance(two.failure, InvokeError) and "At the barrier: invoke 1" in str(two.failure)
+
+
 def test_barriers_that_cannot_fill(batch: Batch) -> None:
     one, two = batch.add(lambda e, m: meet() or {}, lambda e, m: {})  # type: ignore[func-returns-value]
     batch.step(0, 0, 1)
