@@ -1,4 +1,4 @@
-"""Figures that need an engine: what a trace costs beside a request, and the module tree beside the engine's start."""
+"""Figures that need an engine: what a trace costs, itself and others, and the module tree beside the engine's start."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
+from bulk import bulk
 from invivo import VLLM
 from measure import Figure, alternate
 from smollm2 import smollm2_path
@@ -40,7 +41,11 @@ def engine(rounds: int) -> list[Figure]:
             f"here the start took {start:.1f} s (once) and the tree {sorted(trees[1:])[2]:.2f} s, the first one, which "
             f"imports the model's classes, {trees[0]:.2f} s"
         )
-        return [Figure("meta tree / engine start", "x", fraction, 0.2, how), *_overhead(model, rounds)]
+        return [
+            Figure("meta tree / engine start", "x", fraction, 0.2, how),
+            *_overhead(model, rounds),
+            *bulk(model, 12),
+        ]
 
 
 def _overhead(model: Any, rounds: int) -> list[Figure]:

@@ -55,7 +55,7 @@ def _parts(engine: bool) -> list[tuple[str, Callable[[], list[Figure]]]]:
     if engine:
         from in_engine import engine as measured
 
-        parts.append(("engine (a minute)", lambda: measured(40)))
+        parts.append(("engine (two minutes)", lambda: measured(40)))
     return parts
 
 

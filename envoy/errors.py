@@ -16,11 +16,16 @@
     │   ├── InvokeError          what another invoke of the trace was to give, or to meet at, is not there
     │   ├── WriteError           a value of another shape, dtype or structure was written
     │   ├── SaveError            a saved value cannot come home
+    │   ├── LimitError           the block was ended, since it used too much of the engine
+    │   │   ├── TimeLimitError       it kept the engine waiting
+    │   │   ├── MemoryLimitError     it filled the memory
+    │   │   └── SaveLimitError       it saved too much
     │   ├── BlockError           an exception of the block whose type the caller does not have
     │   ├── SamplingError        an unknown or invalid sampling argument
     │   ├── PromptError          a prompt that is empty, too long or of a wrong kind
     │   ├── EngineClosedError    the engine was closed
     │   ├── UnsupportedError     a feature of the engine under which traces would be wrong
+    │   │   └── PreemptedError       memory ran out, and what the block had edited was thrown away
     │   └── VersionError         a version of vLLM that invivo was not tested with
     ├── EngineDiedError          the engine process is gone
     └── InternalError            a bug in invivo: please report it
@@ -89,6 +94,22 @@ class SaveError(MisuseError):
     """A saved value that cannot be sent home."""
 
 
+class LimitError(MisuseError):
+    """The block used more of the engine than a limit allows, and was ended."""
+
+
+class TimeLimitError(LimitError):
+    """The block went on for too long without handing over to the model."""
+
+
+class MemoryLimitError(LimitError):
+    """The block added too much to the memory of its process."""
+
+
+class SaveLimitError(LimitError):
+    """The block saved more bytes than one trace may."""
+
+
 class BlockError(MisuseError):
     """Stands for an exception of the block whose type is not known where the `with` ends."""
 
@@ -107,6 +128,10 @@ class EngineClosedError(MisuseError):
 
 class UnsupportedError(MisuseError):
     """A setting of the engine under which a trace could be wrong."""
+
+
+class PreemptedError(UnsupportedError):
+    """The engine ran out of memory for keys and values and threw away those that the block had edited."""
 
 
 class VersionError(MisuseError):

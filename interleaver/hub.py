@@ -15,7 +15,7 @@ from threading import get_ident
 import torch
 
 from ..envoy.address import LOGITS, SAMPLES, Port
-from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
+from ..envoy.errors import InternalError, PortNotReachedError, PreemptedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws
 from .hooks import StepHooks
@@ -238,19 +238,23 @@ class Hub:
 
     def _begin(self, request: str, share: Share) -> None:
         mediator = self.mediators[request]
-        mediator.share = share
+        if mediator.done and not mediator.edited:
+            return
         expected = self._steps.get(request, -1) + 1
         if share.step != expected:
-            reason = share.reason or f"the engine computed step {share.step} again, where step {expected} was due"
-            error = UnsupportedError(
-                f"this trace had to end: {reason}. A block sees each step once and whole, and its edits would be "
-                "missing from what is computed again."
-            )
-            self._end_with(mediator, request, error)
-            return
+            prefix = mediator.partial_prompt and not expected and share.ends_with(0)
+            again = expected and not mediator.edited and share.step in (None, 0)
+            if not prefix and not again:
+                self._end_with(mediator, request, _broken(share, expected))
+                return
+            if again:  # after a preemption, and nothing that is computed once more was edited
+                if not share.ends_with(expected):
+                    return
+                share = share.last_of(expected)
         self._steps[request] = expected
         if mediator.done:
             return
+        mediator.share = share
         if isinstance(mediator.wait, BarrierWait):
             assert mediator.member is not None, "there are barriers in a group only"
             why = f"its request went on to step {expected} without it, as the engine did not hold it back"
@@ -289,6 +293,7 @@ class Hub:
         if changes is None:
             return None
         self.edited.add(mediator.request)
+        mediator.edited = mediator.edited or not port.of_step
         return put_rows(value, changes, window, port)
 
     def _missed(self, mediator: Mediator, port: Port) -> None:
@@ -381,3 +386,16 @@ class Hub:
             f"({'after all modules' if late else f'place {self._place} in execution order'}), and {port} is at place "
             f"{places[-1]}. Read ports in execution order, and keep what you read in a variable."
         )
+
+
+def _broken(share: Share, expected: int) -> UnsupportedError:
+    """Why a block cannot go on with rows that are not the step that it expects."""
+    if expected and share.step in (None, 0):
+        return PreemptedError(
+            f"this trace had to end before step {expected}: memory for keys and values ran out, and the engine threw "
+            "this request's away to compute them again later. The block's edits would be missing from them. Give the "
+            "engine more memory (`kv_cache_memory_bytes`, `gpu_memory_utilization`) or fewer requests at a time "
+            "(`max_num_seqs`)."
+        )
+    reason = share.reason or f"the engine computed step {share.step} again, where step {expected} was due"
+    return UnsupportedError(f"this trace had to end: {reason}. A block sees each step once and whole.")

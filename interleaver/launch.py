@@ -14,9 +14,11 @@ from ..tracer.block import FORMAT, Block, Payload
 from ..tracer.codec import decode
 from ..tracer.program import Program, compile_block
 from ..tracer.saves import save_method
+from .limits import Limits
 from .lost import Snapshot
 from .mediator import Mediator
 from .modes import Turns
+from .streamed import Streamed
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,7 @@ def launch(
     *,
     capture_output: bool,
     groups: Groups | None = None,
+    limits: Limits | None = None,
 ) -> Launched:
     """Make the mediator of one request.
 
@@ -53,6 +56,7 @@ def launch(
         device: where captured tensors go; None leaves them on the CPU.
         capture_output: keep what the block prints, instead of letting it out here.
         groups: the traces of several blocks that run here; the payload may be one of these.
+        limits: of the block.
 
     The payload is checked and decoded in the block's first turn, so whatever fails in it is an error of the block.
     """
@@ -69,10 +73,11 @@ def launch(
         values = read(payload.values, payload.tensors, shared=member.shared)
         return _run(payload, compile_block(payload.block), values, mediator, member.take(), member.shared_ids)
 
-    mediator = Mediator(tree, Turns(payload.seed, printed, payload.uses), body)
+    mediator = Mediator(tree, Turns(payload.seed, printed, payload.uses), body, limits)
     if member is not None:
         mediator.member, mediator.index = member, member.index
     mediator.line = lambda: _line(payload.block)
+    mediator.streamed = Streamed() if payload.streams else None
     return Launched(mediator, payload.block, printed)
 
 

@@ -24,6 +24,7 @@ from ..tracer.trace import Trace
 from .group import Groups
 from .hub import Hub
 from .launch import Launched, launch
+from .limits import limits
 from .outcome import reply_of
 from .windows import Share
 
@@ -90,9 +91,24 @@ class Local(RootEnvoy):
     Args:
         module: any module; with a transformers causal language model, prompts are generated from.
         tokenizer: its tokenizer, for prompts that are text or chat messages.
+        time_limit: seconds that a block may take between two ports; None for as long as it likes.
+        memory_limit: bytes that it may add to the process between two ports, or below 1 a share of what is available.
+        save_limit: bytes that one trace may save.
+
+    Raises:
+        MisuseError: a limit that is no positive number.
     """
 
-    def __init__(self, module: torch.nn.Module, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        tokenizer: Any = None,
+        *,
+        time_limit: float | None = None,
+        memory_limit: float | None = None,
+        save_limit: int | None = None,
+    ) -> None:
+        self._limits = limits(time_limit, memory_limit, save_limit)
         self._hub = Hub(module)
         super().__init__(self._hub.tree, "")
         self._module = module
@@ -207,7 +223,13 @@ class _LocalBackend:
             if run.launched is None:
                 device = next((parameter.device for parameter in model._module.parameters()), None)
                 run.launched = launch(
-                    run.payload, model._tree, self._envoy, device, capture_output=False, groups=groups
+                    run.payload,
+                    model._tree,
+                    self._envoy,
+                    device,
+                    capture_output=False,
+                    groups=groups,
+                    limits=model._limits,
                 )
                 run.fresh = hub.learned is None
                 hub.add(run.key, run.launched.mediator, self._vocabulary)

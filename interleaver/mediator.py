@@ -15,12 +15,17 @@ import greenlet
 
 from ..envoy import active
 from ..envoy.address import Port
-from ..envoy.errors import InternalError, InvokeError, PortError, PortPassedError, StepError
+from ..envoy.errors import InternalError, InvokeError, MemoryLimitError, PortError, PortPassedError, StepError
 from ..envoy.tree import ModuleTree
-from ..tracer.naming import Saved
+from ..tracer.naming import Saved, saved_by_name
 from ..tracer.tracer import Tracer
 from .group import Member
+from .guard import Guard, OverLimit, save_error
+from .limits import Limits
+from .memory import give_back
+from .meter import fitting, size_of
 from .modes import Turns
+from .streamed import Streamed
 from .values import Held
 from .views import Part, view, with_part
 from .windows import Share
@@ -60,6 +65,7 @@ class Mediator(active.Session):
         tracer: the object that the block knows as its tracer.
         request: id of the request that it runs for.
         share: that request's rows in the engine step that is running.
+        edited: it has changed what a module takes or gives, and so the keys and values of later layers.
         wait: what it waits for; None before its first turn and after its last.
         step: the generation step it is in.
         port: the port it is at, as long as that one can be read and written.
@@ -70,16 +76,25 @@ class Mediator(active.Session):
         scope: variables of the block at its end.
         saved: what it saved, in order.
         warnings: message and line of each warning.
+        partial_prompt: step 0 may be the end of the prompt only, where the rest of it was computed for another request.
         fixed_samples: why the request's samples cannot be written; None if they can.
         member: its place among the blocks of its trace; None if it is alone.
         index: the number of that place; blocks at the same port have their turns in this order.
+        streamed: what it streamed in this step; None if nobody listens, and ``stream=True`` is an ordinary save.
     """
 
-    def __init__(self, tree: ModuleTree, turns: Turns, body: Callable[[Mediator], dict[str, object]]) -> None:
+    def __init__(
+        self,
+        tree: ModuleTree,
+        turns: Turns,
+        body: Callable[[Mediator], dict[str, object]],
+        limits: Limits | None = None,
+    ) -> None:
         self.tree = tree
         self.tracer = Tracer()
         self.request = ""
         self.share = Share(None, None, None)
+        self.edited = False
         self.wait: Wait | None = None
         self.step = 0
         self.port: Port | None = None
@@ -90,14 +105,17 @@ class Mediator(active.Session):
         self.scope: dict[str, object] = {}
         self.saved: list[Saved] = []
         self.warnings: list[tuple[str, int]] = []
+        self.partial_prompt = False
         self.fixed_samples: str | None = None
         self.member: Member | None = None
         self.index = 0
+        self.streamed: Streamed | None = None
         self.line: Callable[[], int] = lambda: 0
         self.passed: Callable[[Mediator, Port], str | None] = lambda mediator, port: None
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
         self._turns = turns
         self._body = body
+        self._guard = Guard(limits) if limits is not None and limits.any else None
         self._held: Held | None = None
         self._ended = False
         self._result: object = None
@@ -153,12 +171,27 @@ class Mediator(active.Session):
         if self._greenlet is not None and self._greenlet:
             self._turns.begin()
             try:
-                self._greenlet.throw(greenlet.GreenletExit)
+                if self._guard is None:
+                    self._greenlet.throw(greenlet.GreenletExit)
+                else:
+                    self._guard.end(self._greenlet, self.failure)
             finally:
                 self._turns.end(over=True)
+        if self._guard is not None:
+            self._guard.leave()
         self._greenlet = None
         self.wait = None
         self._give()
+
+    def check_saves(self) -> None:
+        """Whether what comes home is within the limit; else that is the block's failure, and what fits is kept."""
+        limit = self._guard.limits.saves if self._guard is not None else None
+        if limit is None:
+            return
+        values = saved_by_name(self.scope, self.saved)
+        if (size := size_of(values.values())) > limit:
+            self.failure = self.failure or save_error(size, limit)
+            self.scope = fitting(values, limit)
 
     def forget(self) -> None:
         """Let go of everything that the block held, once it was sent home."""
@@ -173,7 +206,10 @@ class Mediator(active.Session):
         self.wait = None
         self._turns.begin()
         try:
-            given = self._greenlet.switch(value) if error is None else self._greenlet.throw(error)
+            if self._guard is not None:
+                given = self._guard.turn(self._greenlet, value, error)
+            else:
+                given = self._greenlet.switch(value) if error is None else self._greenlet.throw(error)
             self.wait = given if isinstance(given, _WAITS) else None
         finally:
             over = self.wait is None
@@ -181,12 +217,24 @@ class Mediator(active.Session):
             self.port = self._held = None
         if over:
             self._greenlet = None
+            if self._guard is not None:
+                self._leave(self._guard)
             self._give()
 
     def _give(self) -> None:
         """The block is over: what other blocks of the trace take from it is there, or never will be."""
         if self.member is not None:
             self.member.give(self.scope, self.failure)
+
+    def _leave(self, guard: Guard) -> None:
+        """The block has ended; if that was over a limit, let go of all that it held and did not save."""
+        guard.leave()
+        error = guard.lighter(self.failure)
+        if error is not None:
+            self.failure = error
+            self.scope = fitting(saved_by_name(self.scope, self.saved), guard.limits.saves)
+            if isinstance(error, MemoryLimitError):
+                give_back()
 
     def _run(self, _first: object) -> None:
         active.enter(self)
@@ -198,6 +246,10 @@ class Mediator(active.Session):
             self.stopped = True
         except greenlet.GreenletExit:
             raise
+        except OverLimit as over:
+            if over.guard is not self._guard:
+                raise  # of the block that this one runs in
+            self.failure, self.failed_at = over, self.port
         except BaseException as error:
             self.failure, self.failed_at = error, self.port
 
@@ -244,7 +296,13 @@ class Mediator(active.Session):
             self._switch(BarrierWait(barrier, count))
 
     def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
-        self.saved.append(Saved(value, names, self.line()))
+        line, sent = self.line(), False
+        if stream and self.streamed is not None and not self._ended:
+            self.streamed.add(value, names, self.port)
+            sent = True
+            # Of a statement in a loop the last value may be the one at the end; those before need not be held.
+            self.saved = [old for old in self.saved if not (old.sent and (old.line, old.names) == (line, names))]
+        self.saved.append(Saved(value, names, line, sent))
         return value
 
     def warn(self, message: str) -> None:
@@ -266,6 +324,8 @@ class Mediator(active.Session):
         self._turns.check()
         if self._held is not None:
             self._held.settle()
+        if self._guard is not None and (self.saved or self._guard.error is not None):
+            self._guard.check(self.saved)
         current = greenlet.getcurrent()
         if current is not self._greenlet:
             raise PortError(f"a port was asked for outside the block's own flow of control (in {current!r}).")

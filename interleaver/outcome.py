@@ -12,7 +12,7 @@ from ..tracer.backend import Reply
 from ..tracer.block import Block
 from ..tracer.failure import Failure, describe
 from ..tracer.naming import saved_by_name, unheld
-from ..tracer.results import pack
+from ..tracer.results import Packed, pack
 from ..tracer.tracebacks import FrameLine
 from .launch import Launched
 from .lost import reachable_ids
@@ -22,13 +22,14 @@ from .mediator import Mediator
 def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     """The reply of a block that has ended; a value that cannot be sent becomes its failure."""
     mediator = launched.mediator
-    named = named_saves(mediator)
-    failure = _failure(launched)
+    mediator.check_saves()
+    values = named_saves(mediator)
+    failure = failure_of(launched)
     try:
-        saves = pack(named)
+        saves = pack(values)
     except SaveError as error:
-        saves = pack({name: value for name, value in named.items() if _can_be_sent(value)})
-        failure = failure or _unsendable(launched, named, error)
+        saves = pack({name: value for name, value in values.items() if _can_be_sent(value)})
+        failure = failure or _unsendable(launched, values, error)
     if mediator.stopped:
         mediator.warnings.extend(_unreached(launched.block, mediator))
     shared, failure = _shared(launched, failure)
@@ -37,12 +38,12 @@ def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     return reply
 
 
-def _shared(launched: Launched, failure: Failure | None) -> tuple[bytes, Failure | None]:
+def _shared(launched: Launched, failure: Failure | None) -> tuple[Packed | None, Failure | None]:
     """What was saved around the invokes, if this block is the last of them; and the failure of that or of the block."""
     member = launched.mediator.member
     home = member.leave() if member is not None else None
     if home is None:
-        return b"", failure
+        return None, failure
     try:
         return pack(home), failure
     except SaveError as error:
@@ -64,7 +65,7 @@ def _unreached(block: Block, mediator: Mediator) -> list[tuple[str, int]]:
     ]
 
 
-def _failure(launched: Launched) -> Failure | None:
+def failure_of(launched: Launched) -> Failure | None:
     """What ended the block; at a line of the block in any case."""
     block, mediator = launched.block, launched.mediator
     if mediator.failure is None:
@@ -106,13 +107,14 @@ def _printed(launched: Launched) -> str:
 def named_saves(mediator: Mediator) -> dict[str, object]:
     """Saved values by the names that hold them at the end of the block.
 
-    A saved value that no name holds, directly or in a saved container, is warned about.
+    A saved value that no name holds, directly or in a saved container, is warned about, unless it was sent when it was
+    saved.
     """
-    named = saved_by_name(mediator.scope, mediator.saved)
+    saves = saved_by_name(mediator.scope, mediator.saved)
     if mediator.failure is not None:
-        return named
-    held = {identity for value in named.values() for identity in reachable_ids(value)}
+        return saves
+    held = {identity for value in saves.values() for identity in reachable_ids(value)}
     for entry in mediator.saved:
-        if id(entry.value) not in held:
+        if not entry.sent and id(entry.value) not in held:
             mediator.warnings.append((unheld(entry), entry.line))
-    return named
+    return saves

@@ -26,12 +26,26 @@ class Share(NamedTuple):
         last: its row among the logits and samples; None if they are all its own.
         step: its generation step, or None if these rows are not exactly one step.
         reason: why `step` is None.
+        position: position of its first row among the tokens of the request.
+        prompt: number of tokens of its prompt.
     """
 
     rows: Window | None
     last: Window | None
     step: int | None
     reason: str = ""
+    position: int = 0
+    prompt: int = 0
+
+    def ends_with(self, step: int) -> bool:
+        """Whether the last of its rows is the last row of a step."""
+        return self.rows is not None and self.position + self.rows.length == self.prompt + step
+
+    def last_of(self, step: int) -> Share:
+        """The row of a later step alone, where all before it is computed again."""
+        assert self.rows is not None and self.ends_with(step), "the row is there"
+        start, length, total = self.rows
+        return self._replace(rows=Window(start + length - 1, 1, total), step=step)
 
 
 def shares(
@@ -54,8 +68,10 @@ def shares(
     for index, request_id in enumerate(request_ids):
         start = int(starts[index])
         count = int(starts[index + 1]) - start
-        step, reason = step_of(int(computed[index]), count, int(prompt_lengths[index]))
-        result[request_id] = Share(Window(start, count, padded), Window(index, 1, len(request_ids)), step, reason)
+        position, prompt = int(computed[index]), int(prompt_lengths[index])
+        step, reason = step_of(position, count, prompt)
+        last = Window(index, 1, len(request_ids))
+        result[request_id] = Share(Window(start, count, padded), last, step, reason, position, prompt)
     return result
 
 

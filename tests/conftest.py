@@ -38,6 +38,17 @@ def smollm2() -> Iterator[VLLM]:
 
 
 @pytest.fixture(scope="session")
+def async_smollm2() -> Iterator[VLLM]:
+    """SmolLM2 in an asynchronous vLLM engine."""
+    from invivo import VLLM
+    from smollm2 import smollm2_path
+    from support.contract import ENGINE
+
+    with VLLM(str(smollm2_path()), mode="async", **{**ENGINE, "max_num_seqs": 32}) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
 def local_smollm2(reference: Reference) -> Local:
     """The same model in this process; it shares its weights with `reference`, whose hooks come and go."""
     from transformers import AutoTokenizer

@@ -13,27 +13,27 @@ import msgspec
 from ..envoy.tree import Learned
 from .block import Payload
 from .failure import Failure
+from .results import Packed
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
     """What a block sends home when it has ended.
 
     Attributes:
-        saves: `results.pack` of the saved values by name.
+        saves: the saved values by name.
         failure: the exception that ended the block, if one did.
         printed: what the block printed, in order.
         warnings: message and line number (0: none) of each warning.
         learned: order and shapes of the model's ports, when the executor has just learned them.
-        shared: `results.pack` of what was saved around the invokes of a trace, with the block that ended last; empty
-            with all others.
+        shared: what was saved around the invokes of a trace, with the block that ended last; None with all others.
     """
 
-    saves: bytes
+    saves: Packed
     failure: Failure | None
     printed: str
     warnings: tuple[tuple[str, int], ...]
     learned: Learned | None
-    shared: bytes = b""
+    shared: Packed | None = None
 
 
 class Backend(Protocol):

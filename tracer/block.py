@@ -115,6 +115,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
         seed: seed of the random numbers drawn in the block.
         uses: other sources of randomness that the block refers to (``"random"``, ``"numpy"``).
         group: the other invokes of the trace; None if it is one request by itself.
+        streams: the caller takes values saved with ``stream=True`` as they come.
     """
 
     version: int
@@ -125,6 +126,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
     seed: int
     uses: tuple[str, ...]
     group: Group | None = None
+    streams: bool = False
 
 
 class TracerHandle:

@@ -79,8 +79,8 @@ def tensor(
 ) -> torch.Tensor:
     """Makes a tensor from what `elements` read.
 
-    The bytes are copied once, and once more to a `device` other than the CPU. The tensor is a normal one (not an
-    inference tensor) even if an inference mode is on.
+    Read-only bytes are copied; a writable view becomes the tensor's memory, which keeps the view alive. The tensor
+    is a normal one (not an inference tensor) even if an inference mode is on.
 
     Raises:
         ValueError: the dtype is unknown, or shape and number of bytes do not agree.
@@ -94,7 +94,8 @@ def tensor(
         raise ValueError(f"{len(data)} bytes do not make a {dtype} tensor of shape {list(shape)}")
     with torch.inference_mode(False), torch._C.DisableTorchFunction():
         if len(data):
-            made = torch.frombuffer(bytearray(data), dtype=kind).view(shape)
+            own = bytearray(data) if isinstance(data, bytes) or data.readonly else data
+            made = torch.frombuffer(own, dtype=kind).view(shape)
         else:
             made = torch.empty(0, dtype=torch.uint8, device="cpu").view(kind).view(shape)
         return made if device is None or device.type == "cpu" else made.to(device)

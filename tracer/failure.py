@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..envoy.errors import BlockError, InternalError, InvivoError
-from .results import pack, unpack
+from .results import from_bytes, to_bytes
 from .tracebacks import FrameLine, frame_lines, make_traceback
 from .types_by_name import find_type, full_name
 
@@ -33,7 +33,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         module: `__module__` of the exception's type.
         qualname: `__qualname__` of the type.
-        args: `results.pack` of ``{"args": tuple, "state": dict}``: the arguments and the instance's
+        args: `results.to_bytes` of ``{"args": tuple, "state": dict}``: the arguments and the instance's
             attributes, as far as they are numbers and text or lists, tuples and dicts of these; other
             arguments are replaced by their `repr`.
         message: ``str()`` of the exception.
@@ -165,10 +165,10 @@ def _arguments(error: BaseException) -> bytes:
         args = (error.message,)
     state = {name: value for name, value in vars(error).items() if name != "__notes__" and _primitive(value)}
     try:
-        packed = pack({"args": tuple(arg if _primitive(arg) else _repr(arg) for arg in args), "state": state})
+        packed = to_bytes({"args": tuple(arg if _primitive(arg) else _repr(arg) for arg in args), "state": state})
     except Exception:
         packed = b""
-    return packed if 0 < len(packed) <= 4 * _LONGEST else pack({"args": (_text(error),), "state": {}})
+    return packed if 0 < len(packed) <= 4 * _LONGEST else to_bytes({"args": (_text(error),), "state": {}})
 
 
 def _primitive(value: object, depth: int = 4) -> bool:
@@ -223,7 +223,7 @@ def _rebuild(failure: Failure, depth: int) -> BaseException:
 def _instance(failure: Failure, members: list[BaseException]) -> BaseException:
     kind = find_type(failure.module, failure.qualname, BaseException)
     try:
-        content = unpack(failure.args)
+        content = from_bytes(failure.args)
         args, state = content["args"], content["state"]
     except Exception:
         args, state = (failure.message,), {}

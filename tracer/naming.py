@@ -8,12 +8,13 @@ from collections.abc import Iterable, Mapping
 
 
 class Saved:
-    """A value that was saved, where, and under which names the statement puts it."""
+    """A value that was saved, where, under which names the statement puts it, and whether it was sent already."""
 
-    def __init__(self, value: object, names: tuple[str, ...], line: int) -> None:
+    def __init__(self, value: object, names: tuple[str, ...], line: int, sent: bool = False) -> None:
         self.value = value
         self.names = names
         self.line = line
+        self.sent = sent
 
 
 def saved_by_name(scope: Mapping[str, object], saved: Iterable[Saved]) -> dict[str, object]:

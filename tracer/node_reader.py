@@ -21,6 +21,9 @@ class Reader:
 
     Every method may raise any `Exception` on a message that no writer wrote; the caller makes one error of
     them.
+
+    Args:
+        buffers: elements of tensors and arrays; read-only ones are copied, writable ones are used as they are.
     """
 
     def __init__(self, buffers: list[memoryview]) -> None:
@@ -85,7 +88,8 @@ class Reader:
         count = math.prod(shape)
         if min(shape, default=0) < 0 or count * kind.itemsize != len(data):
             raise ValueError(f"{len(data)} bytes do not make a {dtype} array of shape {shape}")
-        made = numpy.frombuffer(bytearray(data), kind) if count else numpy.empty(shape, kind)
+        own = bytearray(data) if data.readonly else data
+        made = numpy.frombuffer(own, kind) if count else numpy.empty(shape, kind)
         return self._new(made.reshape(shape))
 
     def _take(self, index: int) -> memoryview:

@@ -37,7 +37,7 @@ class Writer:
     """Builds the tree and the buffers of one message."""
 
     def __init__(self) -> None:
-        self.buffers: list[Any] = []
+        self.buffers: list[memoryview] = []
         self._numbers: dict[int, int] = {}
         self._kept: list[object] = []  # numbers go by id, so whatever has one must stay alive
         self._open: set[int] = set()  # tuples and frozensets that are being written
@@ -115,8 +115,8 @@ class Writer:
     def _buffer(self, array: Any) -> int:
         if array.nbytes > _LARGEST:
             raise Unsupported("it has 4 GiB or more; save it in parts")
-        as_it_is = array.flags.c_contiguous and array.size and array.dtype.kind not in "mM"
-        self.buffers.append(memoryview(array) if as_it_is else array.tobytes())
+        whole = array if array.flags.c_contiguous else array.copy()
+        self.buffers.append(memoryview(whole.reshape(-1).view("u1") if array.size else b"").toreadonly())
         return len(self.buffers) - 1
 
     def _library(self, value: Any, kind: type) -> Node:

@@ -1,10 +1,10 @@
 """The format of values on their way home; `node_writer` writes it, `node_reader` reads it.
 
-A message is one msgpack array, ``[version, tree, buffers]``. None, booleans, numbers, strings and bytes stand
-in the tree as they are; any other value is an array whose first entry is a `Tag`. Lists, dicts, tensors, ...
-are numbered as they are first met, in the same order by writer and reader, so that a second occurrence is
-just a number: identity survives, and so do lists that contain themselves. The elements of tensors and arrays
-are in `buffers`.
+A message is one msgpack array, ``[version, tree]``. None, booleans, numbers, strings and bytes stand in the
+tree as they are; any other value is an array whose first entry is a `Tag`. Lists, dicts, tensors, ... are
+numbered as they are first met, in the same order by writer and reader, so that a second occurrence is just a
+number: identity survives, and so do lists that contain themselves. The elements of tensors and arrays are in
+buffers beside the message, one for each: two views of one tensor are two values, at home as well.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-VERSION = 1
+VERSION = 2
 """Version of the format; a message of another version is refused."""
 
 Node = Any
@@ -53,11 +53,10 @@ class Tag(IntEnum):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    """One message. The writer puts anything that has a buffer into `buffers`; the reader gets views."""
+    """One message: saved values by name."""
 
     version: int
     tree: list[tuple[str, Node]]
-    buffers: list[memoryview]
 
 
 FACTORIES: dict[str, Callable[[], Any]] = {

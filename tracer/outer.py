@@ -213,7 +213,7 @@ class OuterTrace:
             invoke.finish(own, result)
             saves.update(own)
             bound.update(own if invoke.local else {})
-            if reply.shared:
+            if reply.shared is not None:
                 home.update(unpack(reply.shared))
             if reply.failure is not None:
                 failed.append(invoke.index)

@@ -58,6 +58,13 @@ def tokenize(prompt: object, tokenizer: Any, vocabulary: int | None = None) -> P
     )
 
 
+def listed(prompts: object) -> list[object]:
+    """A list of prompts; one prompt, in whatever form `tokenize` takes it, makes a list of one."""
+    if isinstance(prompts, list | tuple) and not (prompts and all(isinstance(part, int | Mapping) for part in prompts)):
+        return list(prompts)
+    return [prompts]
+
+
 def _needed(tokenizer: Any, kind: str) -> Any:
     if tokenizer is None:
         raise PromptError(f"the prompt is {kind}, and this model has no tokenizer: give token ids.")

@@ -1,8 +1,8 @@
 """Values on their way home: saved values as bytes that are read, never executed.
 
 A client must be able to read what an engine on another machine sends without trusting it, so nothing here is
-pickled: the bytes are msgpack in the format of `nodes`. Tensors and arrays are copied once when they are
-packed and once when they are unpacked, into the memory that the new tensor owns.
+pickled: the head is msgpack in the format of `nodes`, and the elements of tensors and arrays are raw buffers
+beside it. Packing copies none of them, so that whoever sends a `Packed` decides when and how they are copied.
 """
 
 from __future__ import annotations
@@ -20,8 +20,26 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def pack(saves: Mapping[str, object]) -> bytes:
-    """Turns saved values into bytes.
+class Packed(msgspec.Struct, frozen=True, array_like=True):
+    """Saved values, ready to be sent.
+
+    Attributes:
+        head: the names, and the values but for the elements of tensors and arrays.
+        buffers: those elements, as flat views of bytes. As `pack` makes them they are read-only and share the
+            memory of the values, which must not change until they are sent.
+    """
+
+    head: bytes
+    buffers: list[memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return len(self.head) + sum(len(buffer) for buffer in self.buffers)
+
+
+def pack(saves: Mapping[str, object]) -> Packed:
+    """Turns saved values into a head and buffers.
 
     Args:
         saves: values by name. Supported are None, bool, int, float, complex, str, bytes, bytearray, range,
@@ -42,29 +60,50 @@ def pack(saves: Mapping[str, object]) -> bytes:
         except RecursionError:
             raise SaveError(f"`{name}` cannot be saved: it is nested too deeply.") from None
     try:
-        return _encoder.encode(Message(VERSION, tree, writer.buffers))
+        return Packed(_encoder.encode(Message(VERSION, tree)), writer.buffers)
     except RecursionError:
         raise SaveError(f"`{'`, `'.join(saves)}` cannot be saved: nested too deeply.") from None
     except (ValueError, OverflowError) as error:
         raise SaveError(f"`{'`, `'.join(saves)}` cannot be saved: {error}.") from None
 
 
-def unpack(data: bytes | bytearray | memoryview) -> dict[str, object]:
+def unpack(packed: Packed) -> dict[str, object]:
     """Reads what `pack` wrote. Tensors are on the CPU, own their memory and may be written to.
+
+    A read-only buffer is copied. A writable one is the receiver's own: its value is made on it without a copy,
+    and keeps it alive.
 
     Raises:
         InternalError: the bytes are not what `pack` writes. Nothing is executed, whatever they are.
     """
     try:
-        message = _decoder.decode(data)
+        message = _messages.decode(packed.head)
         if message.version != VERSION:
             raise ValueError(f"format {message.version}, expected {VERSION}")
-        reader = Reader(message.buffers)
+        reader = Reader(packed.buffers)
         return {name: reader.value(node) for name, node in message.tree}
     except Exception as error:  # hostile bytes may fail in any way; all of them mean the same to the caller
-        what = f"{type(error).__name__}: {error}"
-        raise InternalError(f"The values that the engine sent cannot be read: {what}") from error
+        raise _unreadable(error) from error
+
+
+def to_bytes(saves: Mapping[str, object]) -> bytes:
+    """`pack` as one piece; raises `SaveError`."""
+    return _encoder.encode(pack(saves))
+
+
+def from_bytes(data: bytes | bytearray | memoryview) -> dict[str, object]:
+    """Reads what `to_bytes` wrote; raises `InternalError`. The values share no memory with `data`."""
+    try:
+        packed = _packed.decode(memoryview(data).toreadonly())
+    except Exception as error:
+        raise _unreadable(error) from error
+    return unpack(packed)
+
+
+def _unreadable(error: Exception) -> InternalError:
+    return InternalError(f"The values that the engine sent cannot be read: {type(error).__name__}: {error}")
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+_messages = msgspec.msgpack.Decoder(Message)
+_packed = msgspec.msgpack.Decoder(Packed)

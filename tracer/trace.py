@@ -1,27 +1,33 @@
 """``with model.trace(...)``: capture on entry, run on exit.
 
 Entering captures the body and arranges for the caller to skip it; leaving sends it to the backend, waits, and brings
-home what it saved, printed and warned of, or raises what it raised.
+home what it saved, printed and warned of, or raises what it raised. A backend that streams is not waited for: all that
+happens when the caller takes the last output, but for the binding of names, since the `with` has ended then.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
+import weakref
+from functools import partial
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from ..envoy.envoy import RootEnvoy
 from ..envoy.errors import InvivoWarning
-from .block import Payload
+from .block import Block, Payload
 from .capture import Site, locate, read
 from .failure import rebuild
 from .frames import SkipBody, Skipper, bind
 from .packing import make_payload
 from .results import unpack
+from .streaming import StreamingBackend
 from .tracer import Tracer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .backend import Backend, Reply
 
 
@@ -30,12 +36,12 @@ class Trace:
 
     Args:
         model: the model whose Envoys the block may use.
-        backend: what runs it.
+        backend: what runs it, and waits for it or not.
         request: what the backend makes of the prompt and sampling arguments.
         seed: seed of the random numbers drawn in the block.
     """
 
-    def __init__(self, model: RootEnvoy, backend: Backend, request: object, seed: int) -> None:
+    def __init__(self, model: RootEnvoy, backend: Backend | StreamingBackend, request: object, seed: int) -> None:
         self._model = model
         self._backend = backend
         self._request = request
@@ -78,27 +84,46 @@ class Trace:
             return False
         if error is not None:
             error.__traceback__ = None
+        site, home = self._site, partial(_come_home, weakref.ref(self._tracer), self._model, self._site.block)
         try:
+            if isinstance(self._backend, StreamingBackend):
+                self._tracer.follow(self._backend.submit(self._payload, self._request, home))
+                return True
             reply, result = self._backend.run(self._payload, self._request)
         except BaseException as raised:
             leave_out(error, raised)
             raise
-        self._come_home(reply, result, frame, self._site)
+        home(reply, result, lambda saves: bind(frame, saves, site.global_names))
         return True
 
-    def _come_home(self, reply: Reply, result: object, frame: FrameType, site: Site) -> None:
-        if reply.printed:
-            sys.stdout.write(reply.printed)
-        if reply.learned is not None:
-            self._model.learn(reply.learned)
-        saves = unpack(reply.saves)
-        self._tracer.finish(saves, result)
-        if reply.failure is None:
-            bind(frame, saves, site.global_names)
-        for message, line in reply.warnings:
-            warnings.warn_explicit(message, InvivoWarning, site.block.filename, line or site.block.lineno)
-        if reply.failure is not None:
-            raise_from_block(rebuild(reply.failure), saves)
+
+def _come_home(
+    tracer: weakref.ref[Tracer],
+    model: RootEnvoy,
+    block: Block,
+    reply: Reply,
+    result: object,
+    name: Callable[[dict[str, object]], None] = lambda saves: None,
+) -> dict[str, object]:
+    """Show and keep what a block sends home, `name` the saves, and return them, or raise the block's exception.
+
+    The tracer is known weakly: whatever waits for the outputs of its request must not keep it.
+    """
+    if reply.printed:
+        sys.stdout.write(reply.printed)
+    if reply.learned is not None:
+        model.learn(reply.learned)
+    saves = unpack(reply.saves)
+    known = tracer()
+    if known is not None:
+        known.finish(saves, result)
+    if reply.failure is None:
+        name(saves)
+    for message, line in reply.warnings:
+        warnings.warn_explicit(message, InvivoWarning, block.filename, line or block.lineno)
+    if reply.failure is not None:
+        raise_from_block(rebuild(reply.failure), saves)
+    return saves
 
 
 def leave_out(skip: BaseException | None, raised: BaseException) -> None:

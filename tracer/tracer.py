@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..envoy import active
 from ..envoy.errors import MisuseError, OutsideBlockError
 from .block import TracerHandle
 from .iteration import Steps
+
+if TYPE_CHECKING:
+    from .streaming import Outputs
 
 _UNSET = object()
 
@@ -16,12 +19,14 @@ _UNSET = object()
 class Tracer(TracerHandle):
     """One trace.
 
-    Inside the block: `iter`, `all`, `stop` and `result`. After the `with`: `saves` and `result`.
+    Inside the block: `iter`, `all`, `stop` and `result`. After the `with`: `saves` and `result`; in an asynchronous
+    engine first `backend`, or ``await tracer``, and these when the last output has come.
     """
 
     def __init__(self) -> None:
         self._saves: dict[str, object] | None = None
         self._result: object = _UNSET
+        self._outputs: Outputs | None = None
 
     @property
     def iter(self) -> Steps:
@@ -46,7 +51,7 @@ class Tracer(TracerHandle):
         if session is not None:
             return session.result()
         if self._result is _UNSET:
-            raise OutsideBlockError("`tracer.result` is there once the `with` has ended.")
+            raise OutsideBlockError(f"`tracer.result` is there once {self._end}.")
         return self._result
 
     def invoke(self, *prompt: object, **sampling: object) -> Any:
@@ -80,15 +85,39 @@ class Tracer(TracerHandle):
     def saves(self) -> dict[str, Any]:
         """Saved values by the name that held them at the end of the block."""
         if self._saves is None:
-            raise OutsideBlockError("`tracer.saves` is there once the `with` has ended.")
+            raise OutsideBlockError(f"`tracer.saves` is there once {self._end}.")
         return self._saves
+
+    @property
+    def backend(self) -> Outputs:
+        """The outputs of a request that was started and not waited for: ``async for output in tracer.backend``."""
+        if self._outputs is None:
+            raise OutsideBlockError(
+                '`tracer.backend` is there once the `with` has ended, for models with `mode="async"`. With others the '
+                "`with` waits for the request, and `tracer.saves` and `tracer.result` are there after it."
+            )
+        return self._outputs
+
+    def __await__(self) -> Generator[Any, None, dict[str, Any]]:
+        """Wait for the end of a request that was not waited for; gives `saves`."""
+        return self.backend.collect().__await__()
+
+    @property
+    def _end(self) -> str:
+        if self._outputs is None:
+            return "the `with` has ended"
+        return "the last output has been taken: `async for output in tracer.backend`, or `await tracer`"
+
+    def follow(self, outputs: Outputs) -> None:
+        """Be the tracer of a request that has been started; called by the trace at the end of its `with`."""
+        self._outputs = outputs
 
     @property
     def spent(self) -> bool:
         """Whether the trace has ended."""
-        return self._saves is not None
+        return self._saves is not None or self._outputs is not None
 
     def finish(self, saves: dict[str, object], result: object) -> None:
-        """Take in what came home; called by the trace at the end of its `with`."""
+        """Take in what came home; called by the trace when the request has ended."""
         self._saves = saves
         self._result = result

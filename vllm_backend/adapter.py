@@ -22,11 +22,13 @@ class NewRequest(NamedTuple):
         request_id: the engine's id of it.
         payload: the encoded `Payload`.
         logprobs: the caller asked for log-probabilities of what is sampled.
+        reuses_prefix: what the prefix cache has of the prompt is not computed, and the block does not mind.
     """
 
     request_id: str
     payload: bytes
     logprobs: bool
+    reuses_prefix: bool
 
 
 class RunnerAdapter(Protocol):
@@ -34,6 +36,10 @@ class RunnerAdapter(Protocol):
 
     def new_requests(self, scheduled: Any) -> Sequence[NewRequest]:
         """Traced requests that enter with this engine step."""
+        ...
+
+    def finished(self, scheduled: Any) -> AbstractSet[str]:
+        """Requests that have left the engine since the last engine step, in whatever way."""
         ...
 
     def leaving(self, scheduled: Any) -> AbstractSet[str]:

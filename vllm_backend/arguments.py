@@ -7,6 +7,7 @@ from typing import Any
 
 from ..envoy.address import suggestion
 from ..envoy.errors import MisuseError, UnsupportedError
+from ..interleaver.limits import Limits
 from .compat import EngineArgs
 from .settings import KEY, SCHEDULER, settings
 
@@ -21,8 +22,13 @@ _WRONG_UNDER = {
 _ONE_WORKER = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
-def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a trace-ready engine.
+def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = False) -> dict[str, Any]:
+    """The arguments of a trace-ready engine, whose blocks have these limits.
+
+    Args:
+        given: the user's.
+        limits: of the blocks.
+        streams: the engine gives outputs while requests run.
 
     Raises:
         MisuseError: an unknown argument.
@@ -41,7 +47,11 @@ def engine_arguments(given: dict[str, Any]) -> dict[str, Any]:
             "`enforce_eager=False`: modules of a compiled model cannot be met, and this version of invivo runs the "
             "engine eagerly. Leave the argument out."
         )
+    if streams and given.get("stream_interval") not in (None, 1):
+        raise UnsupportedError(
+            "`stream_interval`: what a trace streams goes with the output of its step, and every step needs one."
+        )
     if given.get("scheduler_cls") is not None:
         raise UnsupportedError("`scheduler_cls`: invivo needs its own scheduler, to end requests from a block.")
-    additional = {**(given.get("additional_config") or {}), KEY: settings()}
+    additional = {**(given.get("additional_config") or {}), KEY: settings(limits)}
     return {**given, "enforce_eager": True, "scheduler_cls": SCHEDULER, "additional_config": additional}

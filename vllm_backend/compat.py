@@ -12,31 +12,42 @@ from vllm.distributed import (
     init_distributed_environment,
     initialize_model_parallel,
 )
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as ROTARY_EMBEDDINGS
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 __all__ = [
     "ROTARY_EMBEDDINGS",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncScheduler",
     "AttentionLayerBase",
     "EngineArgs",
     "EngineDeadError",
     "ModelRunnerOutput",
     "ParallelLMHead",
     "Request",
+    "RequestOutputCollector",
+    "RequestOutputKind",
     "RequestStatus",
     "SamplerOutput",
     "Scheduler",
     "SchedulerOutput",
+    "SchedulingPolicy",
     "VLLMValidationError",
     "VllmConfig",
     "WorkerWrapperBase",

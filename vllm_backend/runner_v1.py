@@ -14,7 +14,7 @@ import torch
 
 from ..interleaver.windows import Share, shares
 from .adapter import NewRequest
-from .settings import ENDED, KEY
+from .settings import DONE, ENDED, KEY, SAVES
 
 if TYPE_CHECKING:
     from .compat import ModelRunnerOutput, SamplerOutput, SchedulerOutput
@@ -40,6 +40,7 @@ class RunnerV1(_Runner):
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
         """One engine step, up to the logits."""
         self.serving.clean(scheduler_output)
+        self.serving.leave(scheduler_output)
         self.serving.admit(scheduler_output)
         if not self.serving.active:
             return super().execute_model(scheduler_output, *args, **kwargs)
@@ -70,10 +71,14 @@ class RunnerV1(_Runner):
         return output
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        """Sample the tokens of the engine step; the output says which requests their blocks have ended."""
+        """Sample the tokens; the output says what the blocks have done, and brings what they send home."""
         output: ModelRunnerOutput = super().sample_tokens(grammar_output)
-        if self.serving.ended:
-            setattr(output, ENDED, self.serving.ended)
+        if not self.serving.active:
+            return output
+        cargo = self.serving.cargo()
+        for name, told in ((SAVES, cargo), (ENDED, self.serving.ended), (DONE, self.serving.done)):
+            if told:
+                setattr(output, name, told)
         return output
 
 
@@ -91,10 +96,19 @@ class AdapterV1:
     def new_requests(self, scheduled: SchedulerOutput) -> Sequence[NewRequest]:
         """See `RunnerAdapter`."""
         return [
-            NewRequest(new.req_id, extra[KEY], new.sampling_params.num_logprobs is not None)
+            NewRequest(
+                new.req_id,
+                extra[KEY],
+                new.sampling_params.num_logprobs is not None,
+                not new.sampling_params.skip_reading_prefix_cache,
+            )
             for new in scheduled.scheduled_new_reqs
             if new.sampling_params is not None and KEY in (extra := new.sampling_params.extra_args or {})
         ]
+
+    def finished(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
+        """See `RunnerAdapter`."""
+        return scheduled.finished_req_ids
 
     def leaving(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
         """See `RunnerAdapter`."""

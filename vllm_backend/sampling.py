@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,7 +17,7 @@ from .settings import KEY
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
-    """Build sampling parameters; the caller's own objects are never changed.
+    """Build the sampling parameters of a trace; the caller's own objects are never changed.
 
     Args:
         given: keywords of `SamplingParams`, or ``sampling_params`` with an object to start from.
@@ -24,6 +26,19 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
         SamplingError: an unknown argument, or a value that vLLM refuses.
         UnsupportedError: an argument under which one trace would be several requests.
     """
+    params = plain_params(given)
+    if params.n != 1:
+        raise UnsupportedError(f"n={params.n}: a trace is one request; trace once per sample.")
+    if params.stop:
+        raise UnsupportedError(
+            "`stop`: vLLM finds stop strings outside of the engine, when that has begun further steps; a block would "
+            "see steps that the output does not have. Use `stop_token_ids`, or `tracer.stop()` in the block."
+        )
+    return params
+
+
+def plain_params(given: dict[str, Any]) -> SamplingParams:
+    """Build the sampling parameters of a request without a block; see `sampling_params`."""
     base = given.pop("sampling_params", None)
     if base is not None:
         if not isinstance(base, SamplingParams):
@@ -36,20 +51,24 @@ def sampling_params(given: dict[str, Any]) -> SamplingParams:
         for name in given:
             if name not in _known():
                 raise SamplingError(f"unknown sampling argument `{name}`.{suggestion(name, _known())}")
-        try:
+        with refusals(TypeError, ValueError):
             params = SamplingParams(**given)
-        except (TypeError, ValueError, VLLMValidationError) as error:
-            raise SamplingError(f"vLLM refuses these sampling arguments: {error}") from error
-    if params.n != 1:
-        raise UnsupportedError(f"n={params.n}: a trace is one request; trace once per sample.")
-    if params.stop:
-        raise UnsupportedError(
-            "`stop`: vLLM finds stop strings outside of the engine, when that has begun further steps; a block would "
-            "see steps that the output does not have. Use `stop_token_ids`, or `tracer.stop()` in the block."
-        )
     if KEY in (params.extra_args or {}):
         raise SamplingError(f"`extra_args` must not have the key {KEY!r}: it carries the block.")
     return params
+
+
+@contextmanager
+def refusals(*others: type[Exception]) -> Iterator[None]:
+    """Turn vLLM's refusal of a request into a `SamplingError`.
+
+    Args:
+        others: exceptions that mean the same.
+    """
+    try:
+        yield
+    except (VLLMValidationError, *others) as error:
+        raise SamplingError(f"vLLM refuses these sampling arguments: {error}") from error
 
 
 @cache

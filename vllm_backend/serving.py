@@ -15,14 +15,18 @@ from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InternalError, MisuseError
 from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
-from ..interleaver.launch import Launched, launch
+from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
 from ..tracer.block import Payload
 from .module_call import call_module
+from .outbox import Outbox
 from .request_output import decode_output
+from .traces import Known, Traces
 
 if TYPE_CHECKING:
+    from ..interleaver.limits import Limits
     from .adapter import NewRequest, RunnerAdapter
+    from .in_band import Cargo
 
 
 _FIXED_SAMPLES = (
@@ -39,23 +43,32 @@ class Serving:
     The hub is made when the first traced request comes, since the model is loaded after the runner is built.
     """
 
-    def __init__(self, adapter: RunnerAdapter, vocabulary: int) -> None:
+    def __init__(self, adapter: RunnerAdapter, vocabulary: int, limits: Limits) -> None:
+        self._limits = limits
         self._adapter = adapter
         self._vocabulary = vocabulary
         self._hub: Hub | None = None
         self._root: RootEnvoy | None = None
-        self._launched: dict[str, tuple[str, Launched]] = {}
+        self.outbox = Outbox()
+        self._traces = Traces(self.outbox)
         self._groups = Groups()
 
     @property
     def active(self) -> bool:
         """Whether any traced request is known; if not, the runner does what it does without invivo."""
-        return bool(self._launched)
+        return len(self._traces) > 0
 
     @property
     def ended(self) -> frozenset[str]:
         """Requests that their block has ended."""
         return frozenset(self._hub.ended) if self._hub is not None else frozenset()
+
+    @property
+    def done(self) -> frozenset[str]:
+        """Requests whose blocks have ended; they may still generate."""
+        if self._hub is None:
+            return frozenset()
+        return frozenset(name for name, mediator in self._hub.mediators.items() if mediator.done)
 
     # --- an engine step
 
@@ -69,6 +82,11 @@ class Serving:
         for request_id in edited & self._adapter.leaving(scheduled) if edited else ():
             self._guarded(partial(self._adapter.clean, request_id))
             edited.discard(request_id)
+
+    def leave(self, scheduled: object) -> None:
+        """Forget the traces of requests that have left, once nobody will ask for their reply."""
+        if self.active:
+            self._guarded(lambda: self._traces.leave(self._adapter.finished(scheduled), self._ready()))
 
     def admit(self, scheduled: object) -> None:
         """Take in the traced requests of an engine step."""
@@ -95,6 +113,12 @@ class Serving:
         """The tokens of the engine step are sampled."""
         self._ready().finish_step()
 
+    def cargo(self) -> dict[str, Cargo]:
+        """What goes home with the engine step that is over, by request."""
+        found: dict[str, Cargo] = {}
+        self._guarded(lambda: found.update(self._traces.cargo(self._ready())))
+        return found
+
     def abandon_step(self) -> None:
         """The engine step failed."""
         self._ready().abandon_step()
@@ -102,22 +126,20 @@ class Serving:
     # --- calls from the client
 
     def collect(self, trace: str, output: bytes) -> bytes:
-        """End the block of a request that has ended with `output`, and give its reply, encoded."""
-        if trace not in self._launched:
-            raise InternalError(f"the engine has no trace {trace}: it never started, or was collected before.")
-        request_id, launched = self._launched.pop(trace)
-        hub = self._ready()
+        """End the block of a request that has ended with `output`, and give the parcel of its reply."""
+        known, hub = self._traces.fetched(trace), self._ready()
         with torch.inference_mode():
-            hub.end(request_id, decode_output(output))
-        reply = reply_of(launched, hub.learned)
-        hub.remove(request_id)
-        return msgspec.msgpack.encode(reply)
+            hub.end(known.request_id, decode_output(output))
+        reply = reply_of(known.launched, hub.learned)
+        hub.remove(known.request_id)
+        return self.outbox.send(trace, reply)
 
     def discard(self, trace: str) -> None:
         """Forget a trace whose caller has given up."""
-        entry = self._launched.pop(trace, None)
-        if entry is not None:
-            self._ready().remove(entry[0])
+        known = self._traces.given_up(trace)
+        if known is not None:
+            self._ready().remove(known.request_id)
+        self.outbox.drop(trace)
 
     def discard_group(self, group: str, traces: Sequence[str]) -> None:
         """Forget a trace of several invokes, whether they have started or not."""
@@ -130,10 +152,11 @@ class Serving:
         try:
             if self._hub is not None:
                 self._hub.check_integrity()
-            if self._launched:
-                raise InternalError(f"{len(self._launched)} traces were not collected.")
+            if self._traces:
+                raise InternalError(f"{len(self._traces)} traces were not collected.")
             if len(self._groups):
                 raise InternalError(f"{len(self._groups)} traces of several invokes are not over.")
+            self.outbox.check_integrity()
         except InternalError as error:
             return str(error)
         return ""
@@ -145,9 +168,18 @@ class Serving:
         if new.request_id in hub.mediators:
             return  # readmitted after a preemption; the step that it repeats ends it
         payload = msgspec.msgpack.decode(new.payload, type=Payload)
-        launched = launch(payload, hub.tree, self._envoy, self._device(), capture_output=True, groups=self._groups)
+        launched = launch(
+            payload,
+            hub.tree,
+            self._envoy,
+            self._device(),
+            capture_output=True,
+            groups=self._groups,
+            limits=self._limits,
+        )
         launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
-        self._launched[payload.trace] = (new.request_id, launched)
+        launched.mediator.partial_prompt = new.reuses_prefix
+        self._traces.add(payload.trace, Known(new.request_id, launched, in_band=payload.group is None))
         hub.add(new.request_id, launched.mediator, self._vocabulary)
 
     def _guarded(self, action: Callable[[], object]) -> None:

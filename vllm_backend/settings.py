@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
+from ..interleaver.limits import Limits
 from ..tracer.block import FORMAT
 
 KEY = "invivo"
@@ -12,13 +15,33 @@ KEY = "invivo"
 ENDED = "invivo_ended"
 """Attribute of a `ModelRunnerOutput`: the requests that their blocks have ended."""
 
-SCHEDULER = "invivo.vllm_backend.scheduler.TraceScheduler"
-"""Dotted path of the scheduler, for `scheduler_cls`."""
+SAVES = "invivo_saves"
+"""Attribute of a `ModelRunnerOutput`: the cargo (`in_band`) that goes home with the step, by request."""
+
+DONE = "invivo_done"
+"""Attribute of a `ModelRunnerOutput`: the requests whose blocks have ended in this engine step; they may go on."""
+
+HELD = "invivo_held"
+"""Attribute of a `ModelRunnerOutput`: the requests whose blocks stand at a barrier."""
+
+SCHEDULER = "invivo.vllm_backend.scheduler.trace_scheduler"
+"""Dotted path of what makes the scheduler, for `scheduler_cls`."""
 
 
-def settings() -> dict[str, object]:
-    """The entry that makes an engine ready for traces."""
-    return {"format": FORMAT}
+LIMITS = Limits(time=30.0, memory=0.5, saves=4 << 30)
+"""The limits of the blocks of an engine that was not given others."""
+
+
+def settings(limits: Limits = LIMITS) -> dict[str, object]:
+    """The entry that makes an engine ready for traces, whose blocks have these limits."""
+    return {"format": FORMAT, "limits": msgspec.to_builtins(limits)}
+
+
+def limits_of(additional_config: Mapping[str, object]) -> Limits:
+    """The limits in an engine's `additional_config`; the usual ones if it does not name any."""
+    entry = additional_config[KEY]
+    given = entry.get("limits") if isinstance(entry, Mapping) else None
+    return LIMITS if given is None else msgspec.convert(given, Limits)
 
 
 def asked_for(additional_config: object) -> bool:

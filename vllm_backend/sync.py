@@ -4,26 +4,59 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
+from uuid import uuid4
 
 import msgspec
+from msgspec import structs
 from vllm import RequestOutput, SamplingParams
 
-from ..envoy.errors import EngineDiedError, MisuseError
+from ..envoy.errors import EngineDiedError, MisuseError, PreemptedError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
 from ..tracer.dependencies import ends_before, meets
 from ..tracer.failure import describe
 from ..tracer.prompt import Prompt
 from .engine import Call, Engine
+from .in_band import unpacked
+from .pickup import receive
 from .request_output import encode_output
 from .settings import KEY
 
+_ATTEMPTS = 3
+"""How often a request is run that is preempted again and again, before its error is the caller's."""
+
 
 class Request(NamedTuple):
-    """A prompt with its sampling parameters."""
+    """A prompt with its sampling parameters.
+
+    Attributes:
+        reuse_prefix: take what the prefix cache has of the prompt.
+    """
 
     prompt: Prompt
     params: SamplingParams
+    reuse_prefix: bool = False
+
+
+def with_payload(request: Request, payload: Payload) -> SamplingParams:
+    """The request's sampling parameters, as new ones, that carry a block.
+
+    The request does not look into the prefix cache, unless it is to: rows found there would never pass the block. What
+    its edits change is not found by others either, since the scheduler keeps it out of the cache.
+    """
+    params = request.params.clone()
+    params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
+    params.skip_reading_prefix_cache = not request.reuse_prefix
+    return params
+
+
+def check_output(output: RequestOutput) -> None:
+    """Raise `MisuseError` if vLLM ended the request for its own reasons."""
+    if output.outputs[0].finish_reason == "error":
+        raise MisuseError(
+            "vLLM ended the request with an error, as it does when a token that the block wrote breaks the "
+            "structured output that was asked for; the engine's log says more."
+        )
 
 
 class SyncBackend:
@@ -33,19 +66,35 @@ class SyncBackend:
         self._engine = engine
 
     def run(self, payload: Payload, request: object) -> tuple[Reply, RequestOutput]:
-        """Send the block with its request, wait, and fetch the reply."""
+        """Send the block with its request, wait, and fetch the reply if it did not come along.
+
+        A run that was preempted after an edit is run again from its prompt, with the block from its beginning; nothing
+        of it was handed out.
+        """
+        assert isinstance(request, Request), "VLLM.trace makes the request"
+        for _ in range(_ATTEMPTS - 1):
+            reply, output = self._attempt(payload, request)
+            if reply.failure is None or reply.failure.qualname != PreemptedError.__qualname__:
+                return reply, output
+            payload = structs.replace(payload, trace=uuid4().hex)
+        return self._attempt(payload, request)
+
+    def _attempt(self, payload: Payload, request: Request) -> tuple[Reply, RequestOutput]:
         prompt, params = _prepared(payload, request)
+        call = self._engine.call
         try:
-            output = self._engine.generate(prompt, params)
-            reply = self._engine.call("invivo_collect", payload.trace, encode_output(output))
+            (output,) = self._engine.generate([prompt], [params])
+            parcel = unpacked(output).reply
+            if parcel is None:  # the block has yet to learn that its request has ended
+                parcel = call("invivo_collect", payload.trace, encode_output(output))
+            reply = receive(parcel, payload.trace, call)
         except EngineDiedError:
             raise
         except BaseException:
-            self._engine.call("invivo_discard", payload.trace)
+            call("invivo_discard", payload.trace)
             raise
-        if output.outputs[0].finish_reason == "error":
-            raise MisuseError(_BROKEN)
-        return msgspec.msgpack.decode(reply, type=Reply), output
+        check_output(output)
+        return reply, output
 
     def run_group(self, payloads: Sequence[Payload], requests: Sequence[object]) -> list[tuple[Reply, object]]:
         """Run the invokes of a trace together; see `tracer.backend.Backend`.
@@ -53,7 +102,6 @@ class SyncBackend:
         One that takes values from others is sent when their blocks have ended. A block is collected, which ends it, as
         soon as its request has ended, and with it those of the blocks that it may still meet at a barrier.
         """
-        prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
         groups = [payload.group for payload in payloads if payload.group is not None]
         company = meets(groups)
         outputs: dict[int, RequestOutput] = {}
@@ -63,16 +111,15 @@ class SyncBackend:
             outputs[index] = output
             for at in sorted(outputs.keys() - outcomes.keys()):
                 if outputs.keys() >= company[at]:
-                    data = call("invivo_collect", payloads[at].trace, encode_output(outputs[at]))
-                    outcomes[at] = _read(data, outputs[at]), outputs[at]
+                    trace = payloads[at].trace
+                    reply = receive(call("invivo_collect", trace, encode_output(outputs[at])), trace, call)
+                    outcomes[at] = _checked(reply, outputs[at]), outputs[at]
             return outcomes
 
+        prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
         try:
             self._engine.generate_all(
-                [prompt for prompt, _ in prepared],
-                [params for _, params in prepared],
-                ends_before(groups),
-                ended,
+                [prompt for prompt, _ in prepared], [params for _, params in prepared], ends_before(groups), ended
             )
         except EngineDiedError:
             raise
@@ -82,31 +129,19 @@ class SyncBackend:
         return [outcomes[index] for index in range(len(payloads))]
 
 
-_BROKEN = (
-    "vLLM ended the request with an error, as it does when a token that the block wrote breaks the structured output "
-    "that was asked for; the engine's log says more."
-)
-
-
-def _read(data: bytes, output: RequestOutput) -> Reply:
-    """The reply of an invoke, with what vLLM made of its request."""
-    reply = msgspec.msgpack.decode(data, type=Reply)
-    if output.outputs[0].finish_reason == "error" and reply.failure is None:
-        return msgspec.structs.replace(reply, failure=describe(MisuseError(_BROKEN)))
-    return reply
-
-
 def _prepared(payload: Payload, request: object) -> tuple[dict[str, object], SamplingParams]:
-    """The prompt and sampling parameters as vLLM takes them, with the block in them.
-
-    The request gets a cache salt of its own and does not look into the prefix cache: what its edits change must not be
-    found by others, and rows found in the cache would never pass the block.
-    """
+    """The prompt and sampling parameters as vLLM takes them, with the block in them."""
     assert isinstance(request, Request), "VLLM.trace makes the request"
-    params = request.params.clone()
-    params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
-    params.skip_reading_prefix_cache = True
-    prompt: dict[str, object] = {"prompt_token_ids": request.prompt.token_ids, "cache_salt": payload.trace}
+    prompt: dict[str, object] = {"prompt_token_ids": request.prompt.token_ids}
     if request.prompt.text is not None:
         prompt["prompt"] = request.prompt.text
-    return prompt, params
+    return prompt, with_payload(request, payload)
+
+
+def _checked(reply: Reply, output: RequestOutput) -> Reply:
+    """The reply of an invoke, with what vLLM made of its request."""
+    try:
+        check_output(output)
+    except MisuseError as error:
+        return structs.replace(reply, failure=reply.failure or describe(error))
+    return reply

@@ -1,4 +1,4 @@
-"""What invivo adds to a worker: a runner that tells the blocks what it does, and calls for the client."""
+"""What invivo adds to a worker: a runner that tells the blocks what it does, and the calls for the client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..envoy.errors import UnsupportedError
 from .runner_v1 import AdapterV1, RunnerV1
 from .serving import Serving
-from .settings import asked_for
+from .settings import asked_for, limits_of
 
 if TYPE_CHECKING:
     from .compat import WorkerWrapperBase
@@ -30,9 +30,13 @@ def attach(wrapper: WorkerWrapperBase) -> None:
             "vLLM's V1 runner only. Set VLLM_USE_V2_MODEL_RUNNER=0 for this engine."
         )
     runner.__class__ = type(f"Traced{kind.__name__}", (RunnerV1, kind), {})
-    serving = Serving(AdapterV1(runner), wrapper.vllm_config.model_config.get_vocab_size())
+    config = wrapper.vllm_config
+    limits = limits_of(config.additional_config)
+    serving = Serving(AdapterV1(runner), config.model_config.get_vocab_size(), limits)
     runner.serving = serving
     worker.invivo_collect = serving.collect
+    worker.invivo_fetch = serving.outbox.fetch
+    worker.invivo_drop = serving.outbox.drop
     worker.invivo_discard = serving.discard
     worker.invivo_discard_group = serving.discard_group
     worker.invivo_check_integrity = serving.check_integrity

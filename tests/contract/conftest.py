@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    used = [name for name in ("model", "smollm2", "local_smollm2") if name in request.fixturenames]
+    used = [name for name in ("model", "smollm2", "local_smollm2", "async_smollm2") if name in request.fixturenames]
     yield
     for name in used:
         model = request.getfixturevalue(name)

@@ -1,9 +1,9 @@
 """The Python of the README and of docs/ runs as it stands.
 
 The blocks of one page run in order and share their variables, as a reader would try them. They differ from what a
-reader does in two ways. ``VLLM(...)`` gives the session's engine, whatever it is called with, so that pages need no
-model hub and start no engine of their own. And a page may bring along what it takes for granted, in a comment that
-is not shown::
+reader does in two ways. ``VLLM(...)`` gives the session's engine of its mode, whatever else it is called with, so that
+pages need no model hub and start no engine of their own. And a page may bring along what it takes for granted, in a
+comment that is not shown::
 
     <!-- python
     prompt = "..."
@@ -51,12 +51,22 @@ PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.m
 
 @pytest.mark.engine
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_page(page: Path, smollm2: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("invivo.VLLM", lambda *_, **__: smollm2)
+def test_page(
+    page: Path,
+    smollm2: Any,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    engines = {"sync": smollm2}
+    if any('mode="async"' in block.code for block in blocks(page)):
+        engines["async"] = request.getfixturevalue("async_smollm2")
+    monkeypatch.setattr("invivo.VLLM", lambda *_, mode="sync", **__: engines[mode])
     namespace: dict[str, Any] = {"__name__": "__main__", "model": smollm2}
     for block in blocks(page):
         run(block, page, namespace)
-    smollm2.check_integrity()
+    for engine in engines.values():
+        engine.check_integrity()
 
 
 def test_every_page_is_found() -> None:

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.engine
 SCRIPT = """\
 from invivo import VLLM
 
-model = VLLM({path!r}, **{engine!r})
+model = VLLM({path!r}, mode={mode!r}, **{engine!r})
 try:
     with model.trace([17, 31, 5], max_tokens=1):
         logits = model.logits.save()
@@ -27,9 +27,12 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_interrupt_while_the_engine_starts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_an_interrupt_while_the_engine_starts(tmp_path: Path, mode: str) -> None:
     path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
-    script = start_script(tmp_path / "start.py", SCRIPT.format(path=path, engine=ENGINE | {"max_model_len": 128}))
+    script = start_script(
+        tmp_path / "start.py", SCRIPT.format(path=path, mode=mode, engine=ENGINE | {"max_model_len": 128})
+    )
     assert script.stderr is not None
     assert any("invivo: starting a vLLM engine" in line for line in script.stderr)
     process = psutil.Process(script.pid)

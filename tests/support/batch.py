@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from invivo.tracer.backend import Reply
 from invivo.tracer.block import Payload
 from invivo.tracer.failure import rebuild
 from invivo.tracer.results import pack, unpack
+from invivo.vllm_backend.in_band import unpacked
+from invivo.vllm_backend.pickup import receive
 from invivo.vllm_backend.request_output import encode_output
-from invivo.vllm_backend.settings import KEY
+from invivo.vllm_backend.sync import with_payload
 
 
 @dataclass
@@ -60,11 +60,8 @@ class Batch:
         self._entries.append((None, prompt, SamplingParams(**sampling)))
 
     def _take(self, payload: Payload, request: Any) -> tuple[Reply, object]:
-        params = request.params.clone()
-        params.extra_args = {KEY: msgspec.msgpack.encode(payload)}
-        params.skip_reading_prefix_cache = True
-        prompt = {"prompt_token_ids": request.prompt.token_ids, "cache_salt": payload.trace}
-        self._entries.append((payload.trace, prompt, params))
+        prompt = {"prompt_token_ids": request.prompt.token_ids}
+        self._entries.append((payload.trace, prompt, with_payload(request, payload)))
         return Reply(pack({}), None, "", (), None), None
 
     def run(self) -> list[Member]:
@@ -80,7 +77,7 @@ class Batch:
     def _member(self, trace: str | None, output: Any) -> Member:
         if trace is None:
             return Member(output, {}, None)
-        data = self._model._engine.call("invivo_collect", trace, encode_output(output))
-        reply = msgspec.msgpack.decode(data, type=Reply)
+        call = self._model._engine.call
+        reply = receive(unpacked(output).reply or call("invivo_collect", trace, encode_output(output)), trace, call)
         error = None if reply.failure is None else rebuild(reply.failure)
         return Member(output, unpack(reply.saves), error)

@@ -27,8 +27,9 @@ HEAVY = ("torch", "vllm", "transformers", "numpy", "cloudpickle", "msgspec", "ri
 
 PUBLIC = """
     BlockError CaptureError EngineClosedError EngineDiedError ForeignError InternalError InvivoError InvivoWarning
-    InvokeError Local MisuseError OutsideBlockError PortError PortNotReachedError PortPassedError PromptError
-    SamplingError SaveError StepError TransferError UnknownNameError UnsupportedError VLLM VersionError WriteError
+    InvokeError LimitError Local MemoryLimitError MisuseError OutsideBlockError PortError PortNotReachedError
+    PortPassedError PreemptedError PromptError SamplingError SaveError SaveLimitError StepError TimeLimitError
+    TransferError UnknownNameError UnsupportedError VLLM VersionError WriteError
     __version__ errors save
 """.split()
 

@@ -18,6 +18,7 @@ from invivo.envoy.errors import (
     MisuseError,
     PortNotReachedError,
     PortPassedError,
+    PreemptedError,
     UnsupportedError,
     WriteError,
 )
@@ -166,13 +167,36 @@ def test_rows_that_are_no_step_end_the_trace(batch: Batch) -> None:
     assert "its prompt of 5 tokens was split" in str(block.failure)
 
 
-def test_a_step_that_comes_again_ends_the_trace(batch: Batch) -> None:
-    """As after a preemption; also for a block that is done, whose edits would be missing."""
-    block = batch.add("a", lambda envoy, mediator: {"out": envoy.first.output})
-    batch.step(torch.randn(2, 3), split(2))
+def test_what_comes_again_after_an_edit_ends_the_trace(batch: Batch) -> None:
+    """As after a preemption; also for a block that is done, since its edits would be missing."""
+
+    def body(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        envoy.first.output[:] = 0
+        return {}
+
+    block = batch.add("a", body)
+    batch.step(torch.randn(2, 3), shares(["a"], [0, 2], [0], [2], 2))
     assert block.done and block.failure is None
-    batch.step(torch.randn(2, 3), split(2))
-    assert isinstance(block.failure, UnsupportedError) and "computed step 0 again" in str(block.failure)
+    batch.step(torch.randn(3, 3), shares(["a"], [0, 3], [0], [2], 3))
+    assert isinstance(block.failure, PreemptedError)
+    assert "had to end before step 1" in str(block.failure)
+
+
+def test_a_block_that_only_reads_goes_on_after_a_preemption(batch: Batch) -> None:
+    """What was computed before comes again, in pieces; the block sees the row of its step when that comes."""
+
+    def body(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        return {"out": [envoy.first.output for _ in mediator.tracer.iter[:3]]}
+
+    block = batch.add("a", body)
+    batch.step(torch.randn(2, 3), shares(["a"], [0, 2], [0], [2], 2))
+    batch.step(torch.randn(1, 3), shares(["a"], [0, 1], [2], [2], 1))
+    batch.step(torch.randn(2, 3), shares(["a"], [0, 2], [0], [2], 2))
+    assert not block.done
+    batch.step(torch.randn(2, 3), shares(["a"], [0, 2], [2], [2], 2))
+    assert block.done and block.failure is None
+    seen: Any = block.scope["out"]
+    assert [tensor.shape[0] for tensor in seen] == [2, 1, 1]
 
 
 def test_an_open_mode_is_refused_at_the_next_port(batch: Batch) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from invivo.envoy import errors
 from invivo.tracer.failure import Failure, describe, rebuild
-from invivo.tracer.results import pack
+from invivo.tracer.results import to_bytes
 from invivo.tracer.tracebacks import FrameLine, make_traceback
 
 
@@ -225,7 +225,7 @@ def test_unknown_types_become_block_errors() -> None:
 
 @pytest.mark.parametrize("name", ["dict", "print", "__import__", "object", "Nope", "ValueError.mro", ""])
 def test_only_exceptions_are_made(name: str) -> None:
-    failure = Failure(module="builtins", qualname=name, args=pack({"args": ("x",), "state": {}}), message="m")
+    failure = Failure(module="builtins", qualname=name, args=to_bytes({"args": ("x",), "state": {}}), message="m")
     assert type(rebuild(failure)) is errors.BlockError
 
 

@@ -8,6 +8,7 @@ import math
 import pickle
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import IntEnum
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,11 +20,11 @@ from hypothesis import strategies as st
 from invivo.envoy.errors import InternalError, SaveError
 from invivo.tracer.buffers import DTYPES
 from invivo.tracer.nodes import VERSION, Message, Tag
-from invivo.tracer.results import pack, unpack
+from invivo.tracer.results import Packed, from_bytes, pack, to_bytes, unpack
 
 
 def round_trip(value: object) -> object:
-    return unpack(pack({"x": value}))["x"]
+    return from_bytes(to_bytes({"x": value}))["x"]
 
 
 hashable = st.recursive(
@@ -129,12 +130,12 @@ def test_tensors_come_home_detached_and_writable() -> None:
 
 def test_inference_mode_leaves_no_trace() -> None:
     with torch.inference_mode():
-        data = pack({"x": torch.ones(3), "y": torch.ones(3, dtype=torch.bfloat16)[::2]})
-        back = unpack(data)["x"]
+        data = to_bytes({"x": torch.ones(3), "y": torch.ones(3, dtype=torch.bfloat16)[::2]})
+        back = from_bytes(data)["x"]
     assert isinstance(back, torch.Tensor)
     assert not back.is_inference()
     back.add_(1)
-    made_outside = unpack(data)["y"]
+    made_outside = from_bytes(data)["y"]
     assert isinstance(made_outside, torch.Tensor)
     made_outside.add_(1)
 
@@ -147,8 +148,8 @@ def test_a_default_device_does_not_matter() -> None:
 
 
 def test_unpacked_values_share_no_memory_with_the_message() -> None:
-    data = bytearray(pack({"x": torch.zeros(4), "a": np.zeros(4)}))
-    saves = unpack(data)
+    data = bytearray(to_bytes({"x": torch.zeros(4), "a": np.zeros(4)}))
+    saves = from_bytes(data)
     data[:] = b"\xff" * len(data)
     assert saves["x"].tolist() == saves["a"].tolist() == [0] * 4  # type: ignore[attr-defined]
 
@@ -254,12 +255,12 @@ class Bomb:
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_fail_cleanly(data: bytes) -> None:
     with pytest.raises(InternalError):
-        unpack(data)
+        from_bytes(data)
 
 
 def test_a_pickle_is_not_loaded() -> None:
     with pytest.raises(InternalError):
-        unpack(pickle.dumps(Bomb()))
+        from_bytes(pickle.dumps(Bomb()))
     assert not Bomb.exploded
 
 
@@ -276,12 +277,16 @@ nodes = st.recursive(
 )
 
 
+def message_of(node: object, buffers: list[bytes]) -> Packed:
+    head = msgspec.msgpack.encode(Message(VERSION, [("x", node)]))
+    return Packed(head, list(map(memoryview, buffers)))
+
+
 @settings(max_examples=500)
 @given(nodes, st.lists(st.binary(max_size=16), max_size=3))
 def test_wrong_trees_fail_cleanly_or_make_plain_values(node: object, buffers: list[bytes]) -> None:
-    message = Message(VERSION, [("x", node)], buffers)  # type: ignore[arg-type]
     try:
-        back = unpack(msgspec.msgpack.encode(message))["x"]
+        back = unpack(message_of(node, buffers))["x"]
     except InternalError:
         return
     assert type(back).__module__ in ("builtins", "collections", "torch", "numpy", "torch.return_types")
@@ -290,25 +295,24 @@ def test_wrong_trees_fail_cleanly_or_make_plain_values(node: object, buffers: li
 @settings(max_examples=200)
 @given(st.data())
 def test_damaged_messages_fail_cleanly(data: st.DataObject) -> None:
-    good = bytearray(pack({"a": torch.ones(2, 3), "b": [1, {"c": (2.0, "d")}], "e": np.ones(3), "f": deque([1])}))
+    good = bytearray(to_bytes({"a": torch.ones(2, 3), "b": [1, {"c": (2.0, "d")}], "e": np.ones(3), "f": deque([1])}))
     for _ in range(data.draw(st.integers(1, 4))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(good)))
     for bad in (good, good[:cut]):
         with contextlib.suppress(InternalError):
-            unpack(bad)
+            from_bytes(bad)
 
 
 def test_a_buffer_cannot_be_multiplied() -> None:
     tensor = [int(Tag.TENSOR), "uint8", [4], 0]
-    message = Message(VERSION, [("x", [int(Tag.LIST), [tensor, tensor]])], [b"1234"])  # type: ignore[list-item]
     with pytest.raises(InternalError, match="used twice"):
-        unpack(msgspec.msgpack.encode(message))
+        unpack(message_of([int(Tag.LIST), [tensor, tensor]], [b"1234"]))
 
 
 def test_the_version_is_checked() -> None:
     with pytest.raises(InternalError, match="format 9"):
-        unpack(msgspec.msgpack.encode(Message(9, [], [])))
+        unpack(Packed(msgspec.msgpack.encode(Message(9, [])), []))
 
 
 def test_packing_changes_nothing() -> None:
@@ -316,3 +320,37 @@ def test_packing_changes_nothing() -> None:
     before = copy.deepcopy(value)
     pack(value)
     assert repr(value) == repr(before)
+
+
+def test_packing_copies_no_elements() -> None:
+    tensor, array = torch.ones(4, 3, dtype=torch.bfloat16), np.array(["2020", "2021"], "M8[D]")
+    packed = pack({"a": tensor, "b": array, "c": tensor.T})
+    tensor.zero_()
+    array[:] = np.datetime64("1970-01-01", "D")
+    assert [bytes(buffer).strip(b"\0") for buffer in packed.buffers[:2]] == [b"", b""]
+    assert all(buffer.readonly and buffer.format == "B" for buffer in packed.buffers)
+    assert packed.nbytes == len(packed.head) + 24 + 16 + 24
+
+
+def test_values_are_made_on_writable_buffers_and_keep_them_alive() -> None:
+    packed = pack({"a": torch.ones(3), "b": np.ones(2), "c": torch.zeros(0)})
+    own = [bytearray(buffer) for buffer in packed.buffers]
+    back: dict[str, Any] = unpack(Packed(packed.head, [memoryview(buffer) for buffer in own]))
+    back["a"] += 1
+    back["b"][0] = 5
+    assert np.frombuffer(own[0], "f4").tolist() == [2, 2, 2]
+    assert np.frombuffer(own[1], "f8").tolist() == [5, 1]
+    with pytest.raises(BufferError):
+        own[0].clear()  # the tensor holds it
+    del back
+    own[0].clear()
+
+
+def test_two_views_of_one_tensor_are_two_tensors_at_home() -> None:
+    base = torch.arange(6.0)
+    packed = pack({"a": base, "b": base[1:3], "c": base})
+    assert [len(buffer) for buffer in packed.buffers] == [24, 8]  # the same tensor goes once, a view by itself
+    back: dict[str, Any] = unpack(packed)
+    assert back["a"] is back["c"]
+    back["b"].zero_()
+    assert back["a"].tolist() == [0, 1, 2, 3, 4, 5]

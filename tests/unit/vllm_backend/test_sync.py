@@ -15,6 +15,7 @@ from invivo.tracer.block import FORMAT, Block, Group, Payload
 from invivo.tracer.prompt import Prompt
 from invivo.tracer.results import pack, unpack
 from invivo.vllm_backend.engine import Engine
+from invivo.vllm_backend.outbox import Outbox
 from invivo.vllm_backend.settings import KEY
 from invivo.vllm_backend.sync import Request, SyncBackend
 
@@ -63,7 +64,7 @@ class Llm:
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[bytes]:
         self.log.append(f"{method.removeprefix('invivo_')} {args[0]}")
-        return [msgspec.msgpack.encode(Reply(pack({"trace": args[0]}), None, "", (), None))]
+        return [Outbox().send(args[0], Reply(pack({"trace": args[0]}), None, "", (), None))]
 
 
 def run(llm: Llm, *groups: tuple[dict[str, int], dict[str, int]]) -> list[tuple[Reply, object]]:

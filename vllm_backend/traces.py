@@ -1,0 +1,113 @@
+"""The traces that a worker knows: those that run, and those whose caller has yet to fetch the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from time import monotonic
+
+from msgspec import structs
+
+from ..envoy.errors import InternalError
+from ..interleaver.hub import Hub
+from ..interleaver.launch import Launched
+from ..interleaver.outcome import failure_of, reply_of
+from ..tracer.backend import Reply
+from .in_band import Cargo
+from .outbox import Outbox
+
+KEPT_SECONDS = 60.0
+"""How long the block of a request that has left the engine waits for its caller to fetch the reply."""
+
+KEPT = 256
+"""How many such blocks wait at most; the oldest go first."""
+
+
+class Known:
+    """One trace.
+
+    Attributes:
+        request_id: the engine's id of its request.
+        launched: its block.
+        in_band: the reply goes home with the outputs, if the block ends before its request does.
+        reply: the reply that went.
+        left: when its request left the engine.
+    """
+
+    def __init__(self, request_id: str, launched: Launched, in_band: bool) -> None:
+        self.request_id = request_id
+        self.launched = launched
+        self.in_band = in_band
+        self.reply: Reply | None = None
+        self.left: float | None = None
+
+
+class Traces:
+    """All of them, by the id of the trace."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self._known: dict[str, Known] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(self, trace: str, known: Known) -> None:
+        """Take in a trace that begins."""
+        self._known[trace] = known
+
+    def fetched(self, trace: str) -> Known:
+        """Take out a trace whose caller fetches the reply.
+
+        Raises:
+            InternalError: there is none, or its reply has gone in band.
+        """
+        known = self._known.get(trace)
+        if known is None or known.reply is not None:
+            raise InternalError(f"the engine has no trace {trace}: it never started, or its reply was sent before.")
+        return self._known.pop(trace)
+
+    def given_up(self, trace: str) -> Known | None:
+        """Take out a trace whose caller has given up, if it is there."""
+        return self._known.pop(trace, None)
+
+    def cargo(self, hub: Hub) -> dict[str, Cargo]:
+        """By request, what goes home with the step that is over: streamed values, and replies of blocks that ended."""
+        cargo = {}
+        for trace, known in self._known.items():
+            mediator = known.launched.mediator
+            streamed = mediator.streamed.take() if mediator.streamed is not None else []
+            reply = self._reply(trace, known, hub) if mediator.done and known.in_band and known.left is None else None
+            if streamed or reply is not None:
+                cargo[known.request_id] = Cargo(streamed, reply)
+        return cargo
+
+    def leave(self, requests: Collection[str], hub: Hub) -> None:
+        """Requests have left the engine: forget those whose reply has gone, and in time all others."""
+        now = monotonic()
+        for trace, known in list(self._known.items()):
+            if known.request_id in requests and known.left is None:
+                known.left = now
+                if known.reply is not None:
+                    self._forget(trace, hub)
+        waiting = [(known.left, trace) for trace, known in self._known.items() if known.left is not None]
+        for at, (left, trace) in enumerate(sorted(waiting, reverse=True)):
+            if at >= KEPT or now - left > KEPT_SECONDS:
+                self._forget(trace, hub)
+
+    def _forget(self, trace: str, hub: Hub) -> None:
+        hub.remove(self._known.pop(trace).request_id)
+
+    def _reply(self, trace: str, known: Known, hub: Hub) -> bytes | None:
+        """The reply, ready to be sent, of a block that has ended; None if it has gone already.
+
+        A block that has ended well may fail later: its request was computed again, without the block's edits.
+        """
+        mediator = known.launched.mediator
+        if known.reply is None:
+            known.reply = reply_of(known.launched, hub.learned)
+        elif mediator.failure is not None:
+            known.reply = structs.replace(known.reply, failure=failure_of(known.launched))
+            mediator.forget()
+        else:
+            return None
+        return self._outbox.send(trace, known.reply)
