@@ -1,11 +1,14 @@
 """The block that is running now, as its ports see it.
 
 `Session` is what an Envoy talks to; the interleaver implements it. Which session is running is a context variable:
-each greenlet has a context of its own, so blocks never see each other's.
+each greenlet has a context of its own, so blocks never see each other's. The body of a trace without a prompt runs in
+the caller's own context; it has no ports, but values can be saved in it (`Outer`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -43,6 +46,10 @@ class Session(Protocol):
         """End the request in this step; does not return."""
         ...
 
+    def meet(self, barrier: str, count: int) -> None:
+        """Wait until `count` blocks of the trace have come to a barrier."""
+        ...
+
     def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
         """Mark a value to be sent home; returns it."""
         ...
@@ -52,6 +59,15 @@ class Session(Protocol):
         ...
 
 
+class Outer(Protocol):
+    """The running body of a trace without a prompt, around its invokes."""
+
+    def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
+        """Have a value bound where the `with` ends; returns it."""
+        ...
+
+
+_OUTER: ContextVar[Outer | None] = ContextVar("invivo_outer", default=None)
 _SESSION: ContextVar[Session | None] = ContextVar("invivo_session", default=None)
 
 
@@ -64,6 +80,16 @@ def enter(session: Session) -> None:
     _SESSION.set(session)
 
 
+@contextmanager
+def around_invokes(outer: Outer) -> Iterator[None]:
+    """While the context lasts, `outer` is the body around invokes that runs here."""
+    token = _OUTER.set(outer)
+    try:
+        yield
+    finally:
+        _OUTER.reset(token)
+
+
 def session(what: str) -> Session:
     """The running session.
 
@@ -72,8 +98,23 @@ def session(what: str) -> Session:
     """
     running = _SESSION.get()
     if running is None:
+        if _OUTER.get() is not None:
+            raise OutsideBlockError(
+                f"{what} exists only next to the model, and the body of a trace without a prompt runs here. Use it "
+                "inside `with tracer.invoke(prompt):`."
+            )
         raise OutsideBlockError(
             f"{what} exists only while a block runs. Use it inside `with model.trace(...) as tracer:`; "
             "to have a value afterwards, save it there with `.save()`."
         )
     return running
+
+
+def saver(what: str) -> Session | Outer:
+    """What takes a saved value: the running session, or else the body around invokes.
+
+    Raises:
+        OutsideBlockError: neither is there.
+    """
+    outer = _OUTER.get() if _SESSION.get() is None else None
+    return outer if outer is not None else session(what)

@@ -13,6 +13,7 @@
     │   │   ├── PortPassedError      the model has already gone past that port
     │   │   ├── PortNotReachedError  the port did not fire in this step
     │   │   └── StepError            the step is past, or the request has ended
+    │   ├── InvokeError          what another invoke of the trace was to give, or to meet at, is not there
     │   ├── WriteError           a value of another shape, dtype or structure was written
     │   ├── SaveError            a saved value cannot come home
     │   ├── LimitError           the block was ended, since it used too much of the engine
@@ -79,6 +80,10 @@ class PortNotReachedError(PortError):
 
 class StepError(PortError):
     """A step that is past, that cannot come, or a request that has ended."""
+
+
+class InvokeError(MisuseError):
+    """Another invoke of the same trace did not do what this one relies on: give a value, or come to a barrier."""
 
 
 class WriteError(MisuseError):

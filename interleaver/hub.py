@@ -9,6 +9,7 @@ all blocks with `InternalError`, and the forward goes on untouched.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from threading import get_ident
 
 import torch
@@ -18,12 +19,15 @@ from ..envoy.errors import InternalError, PortNotReachedError, PreemptedError, U
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws
 from .hooks import StepHooks
-from .mediator import Mediator, StepWait
+from .mediator import BarrierWait, Mediator, StepWait
+from .meetings import Meetings
 from .recorder import Recorder
 from .values import Held, copy_rows, map_tensors, put_rows
 from .windows import Share
 
 ModuleCall = Callable[[torch.nn.Module, "tuple[object, ...]", "dict[str, object]"], object]
+
+_index = attrgetter("index")
 
 
 class Hub:
@@ -52,6 +56,8 @@ class Hub:
         self._call_module = call or (lambda module, args, kwargs: module(*args, **kwargs))
         self._vocabulary: int | None = None
         self._waiting: dict[Port, list[Mediator]] = {}
+        self._firing: list[Mediator] | None = None
+        self._meetings = Meetings(self._turn)
         self._shares: Mapping[str, Share] = {}
         self._steps: dict[str, int] = {}
         self._recorder: Recorder | None = None
@@ -91,6 +97,7 @@ class Hub:
         if mediator is not None:
             if not mediator.done:
                 mediator.drop(InternalError("the request was dropped before its block had ended."))
+            self._guarded(lambda: self._meetings.see_end(mediator))
             SEAT.leave()
         return mediator
 
@@ -100,7 +107,13 @@ class Hub:
         self._guarded(lambda: mediator.end(result))
         if not mediator.done:
             mediator.drop(InternalError("the block did not end with its request."))
+        self._guarded(lambda: self._meetings.see_end(mediator))
         SEAT.leave()
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Requests whose block waits at a barrier: the engine must not go on with them."""
+        return frozenset(key for key, mediator in self.mediators.items() if isinstance(mediator.wait, BarrierWait))
 
     @property
     def learned(self) -> Learned | None:
@@ -130,6 +143,7 @@ class Hub:
         self._shares, self._place, self._now, self._sampling, self._over = shares, -1, None, False, False
         self._thread = get_ident()
         present = [(request, share) for request, share in shares.items() if request in self.mediators]
+        present.sort(key=lambda item: self.mediators[item[0]].index)  # blocks of one trace, in their order
         if present and self._learned is None:
             self._recorder = Recorder()
             self._places = self._recorder.places
@@ -167,8 +181,11 @@ class Hub:
                 if place > self._place:
                     self._place = place
                     break
+        if len(waiting) > 1:
+            waiting.sort(key=_index)
         replaced: object = None
-        for mediator in waiting:
+        self._firing = waiting
+        for mediator in waiting:  # which grows if one lets others go on at a barrier, and they ask for this port
             base = value if replaced is None else replaced
             try:
                 changed = self._serve(mediator, port, base)
@@ -176,6 +193,7 @@ class Hub:
                 self.give_up(error)
                 break
             replaced = changed if changed is not None else replaced
+        self._firing = None
         if self._draws or self._sampling:
             SEAT.leave()
         return replaced
@@ -198,6 +216,7 @@ class Hub:
     def abandon_step(self) -> None:
         """The engine failed in this step: forget the step without running blocks."""
         self._over = True
+        self._firing = None
         self._waiting.clear()
         self._hooks.clear()
         SEAT.leave()
@@ -236,6 +255,11 @@ class Hub:
         if mediator.done:
             return
         mediator.share = share
+        if isinstance(mediator.wait, BarrierWait):
+            assert mediator.member is not None, "there are barriers in a group only"
+            why = f"its request went on to step {expected} without it, as the engine did not hold it back"
+            self._end_with(mediator, request, mediator.member.unmet(mediator.wait.barrier, why))
+            return
         if mediator.wait is None:
             self._turn(mediator, mediator.start)
         elif isinstance(mediator.wait, StepWait) and mediator.wait.step == expected:
@@ -247,6 +271,7 @@ class Hub:
         if not mediator.done or mediator.failure is None:
             mediator.drop(error)
         self.ended.add(request)
+        self._meetings.see_end(mediator)
 
     def _serve(self, mediator: Mediator, port: Port, value: object) -> object:
         """One block's turn at a port; returns the replacement that it asks for, if any."""
@@ -289,6 +314,9 @@ class Hub:
         """See what a block waits for now."""
         port = mediator.wait
         if isinstance(port, Port):
+            if self._firing is not None and port is self._now:
+                self._firing.append(mediator)
+                return
             waiting = self._waiting.get(port)
             if waiting is None:
                 self._waiting[port] = [mediator]
@@ -296,8 +324,12 @@ class Hub:
                 waiting.append(mediator)
             if not port.of_step:
                 self._hooks.watch(port)
-        elif mediator.done and (mediator.failure is not None or mediator.stopped):
-            self.ended.add(mediator.request)
+        elif isinstance(port, BarrierWait):
+            self._meetings.come(mediator, port)
+        elif mediator.done:
+            if mediator.failure is not None or mediator.stopped:
+                self.ended.add(mediator.request)
+            self._meetings.see_end(mediator)
 
     def _call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a module for a block, on copies, with no port firing."""
@@ -328,11 +360,18 @@ class Hub:
         window = next(iter(self._shares.values())).rows
         return window.total if window is not None else None
 
-    def _passed(self, port: Port) -> str | None:
+    def _passed(self, mediator: Mediator, port: Port) -> str | None:
         """Why the port cannot come any more in this step, or None if it may."""
+        if mediator.request not in self._shares:
+            return (
+                f"{port} has passed: step {mediator.step} of this request was over when the barrier let the block go "
+                "on. Read the port before the barrier, or in the next step, in a loop over `tracer.iter`."
+            )
         known = self._places.get(port)
         if known is not None and known[-1] > self._place and not self._sampling and not self._over:
             return None  # the usual case
+        if self._firing is not None and port is self._now:
+            return None  # another block is at it now
         if self._over:
             return f"{port} has passed: the step is over. Ask for it in the next step, in a loop over `tracer.iter`."
         late = self._now is not None and self._now.of_step

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
-from types import FrameType
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..envoy.errors import VersionError
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from ..envoy.envoy import Envoy
     from ..envoy.tree import ModuleTree
+    from .group import Groups
 
 
 class Launched:
@@ -42,6 +44,7 @@ def launch(
     device: torch.device | None = None,
     *,
     capture_output: bool,
+    groups: Groups | None = None,
     limits: Limits | None = None,
 ) -> Launched:
     """Make the mediator of one request.
@@ -52,18 +55,27 @@ def launch(
         envoy: gives the Envoy of an address.
         device: where captured tensors go; None leaves them on the CPU.
         capture_output: keep what the block prints, instead of letting it out here.
+        groups: the traces of several blocks that run here; the payload may be one of these.
         limits: of the block.
 
     The payload is checked and decoded in the block's first turn, so whatever fails in it is an error of the block.
     """
     printed = io.StringIO() if capture_output else None
+    member = groups.join(payload.group) if groups is not None and payload.group is not None else None
 
     def body(mediator: Mediator) -> dict[str, object]:
         _check_format(payload)
-        values = decode(payload.values, payload.tensors, envoy=envoy, tracer=mediator.tracer, device=device)
-        return _run(payload, compile_block(payload.block), values, mediator)
+        read = partial(decode, envoy=envoy, tracer=mediator.tracer, device=device)
+        if member is None:
+            values = read(payload.values, payload.tensors)
+            return _run(payload, compile_block(payload.block), values, mediator)
+        member.load(read)
+        values = read(payload.values, payload.tensors, shared=member.shared)
+        return _run(payload, compile_block(payload.block), values, mediator, member.take(), member.shared_ids)
 
     mediator = Mediator(tree, Turns(payload.seed, printed, payload.uses), body, limits)
+    if member is not None:
+        mediator.member, mediator.index = member, member.index
     mediator.line = lambda: _line(payload.block)
     mediator.streamed = Streamed() if payload.streams else None
     return Launched(mediator, payload.block, printed)
@@ -78,12 +90,18 @@ def _check_format(payload: Payload) -> None:
 
 
 def _run(
-    payload: Payload, program: Program, values: dict[str, dict[str, object]], mediator: Mediator
+    payload: Payload,
+    program: Program,
+    values: dict[str, dict[str, object]],
+    mediator: Mediator,
+    taken: Mapping[str, object] = MappingProxyType({}),
+    shared: Collection[int] = (),
 ) -> dict[str, object]:
     local, outer = dict(values["local"]), dict(values["global"])
     if payload.block.tracer is not None:
         (outer if payload.block.scope == "module" else local)[payload.block.tracer] = mediator.tracer
-    snapshot = Snapshot({**outer, **local})
+    snapshot = Snapshot({**outer, **local}, shared)
+    local.update(taken)
     extras: dict[str, object] = {"__invivo_save__": save_method}
     try:
         scope = program.run(local, outer, extras)

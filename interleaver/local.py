@@ -7,6 +7,7 @@ own shapes (a transformers model keeps its batch dimension, ``[1, n, hidden]``).
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,13 +15,15 @@ import torch
 
 from ..envoy.address import LOGITS, SAMPLES, port_at, suggestion
 from ..envoy.envoy import Envoy, RootEnvoy
-from ..envoy.errors import MisuseError, SamplingError
+from ..envoy.errors import InternalError, MisuseError, SamplingError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
+from ..tracer.outer import OuterTrace
 from ..tracer.prompt import tokenize
 from ..tracer.trace import Trace
+from .group import Groups
 from .hub import Hub
-from .launch import launch
+from .launch import Launched, launch
 from .limits import limits
 from .outcome import reply_of
 from .windows import Share
@@ -69,6 +72,9 @@ class LocalSampling:
     stop_token_ids: tuple[int, ...] = ()
 
 
+_SAMPLING = tuple(LocalSampling.__dataclass_fields__)
+
+
 class _Generation(NamedTuple):
     token_ids: list[int]
     sampling: LocalSampling
@@ -108,22 +114,38 @@ class Local(RootEnvoy):
         self._module = module
         self._tokenizer = tokenizer
 
-    def trace(self, *args: object, **kwargs: Any) -> Trace:
-        """Trace one generation, or one call of the module.
+    def trace(self, *args: object, **kwargs: Any) -> Trace | OuterTrace:
+        """Trace one generation, one call of the module, or several of these.
 
         With a causal language model and a prompt (text, token ids, chat messages), the keywords are sampling
-        arguments (`LocalSampling`). Otherwise the module is called with the arguments as they are.
+        arguments (`LocalSampling`). Otherwise the module is called with the arguments as they are. Without a prompt
+        or argument, the prompts or arguments are those of ``with tracer.invoke(...):`` in the body.
 
         Raises:
             SamplingError: an unknown sampling argument.
             PromptError: a prompt that the model cannot take.
         """
-        if hasattr(self._module, "generation_config") and len(args) == 1 and not isinstance(args[0], torch.Tensor):
-            sampling = _sampling(kwargs)
-            vocabulary = int(self._module.config.vocab_size)  # type: ignore[union-attr,arg-type]
-            request: object = _Generation(tokenize(args[0], self._tokenizer, vocabulary).token_ids, sampling)
-            return Trace(self, _LocalBackend(self, vocabulary), request, sampling.seed or 0)
-        return Trace(self, _LocalBackend(self, None), _Call(args, kwargs), 0)
+        backend = _LocalBackend(self, self._vocabulary())
+        if not args and (not kwargs or (self._generates() and set(kwargs) <= set(_SAMPLING))):
+            _sampling(kwargs)
+            return OuterTrace(self, backend, self._request, kwargs)
+        return Trace(self, backend, *self._request(args, kwargs))
+
+    def _request(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[object, int]:
+        """What the backend runs for these arguments, and the seed of its block."""
+        if not self._generates() or len(args) != 1 or isinstance(args[0], torch.Tensor):
+            return _Call(args, kwargs), 0
+        sampling = _sampling(kwargs)
+        tokens = tokenize(args[0], self._tokenizer, self._vocabulary()).token_ids
+        return _Generation(tokens, sampling), sampling.seed or 0
+
+    def _generates(self) -> bool:
+        return hasattr(self._module, "generation_config")
+
+    def _vocabulary(self) -> int | None:
+        """The bound of token ids; None for a module that is only called."""
+        config: Any = self._module.config if self._generates() else None
+        return getattr(config, "vocab_size", None)
 
     def check_integrity(self) -> None:
         """Assert that no hook, block or other trace of earlier traces is left. Raises `InternalError`."""
@@ -131,18 +153,31 @@ class Local(RootEnvoy):
 
 
 def _sampling(given: dict[str, Any]) -> LocalSampling:
-    known = list(LocalSampling.__dataclass_fields__)
     for name in given:
-        if name not in known:
-            raise SamplingError(f"unknown sampling argument `{name}`.{suggestion(name, known)}")
+        if name not in _SAMPLING:
+            raise SamplingError(f"unknown sampling argument `{name}`.{suggestion(name, _SAMPLING)}")
     sampling = LocalSampling(**given)
     if sampling.max_tokens < 1 or sampling.temperature < 0:
         raise SamplingError(f"`max_tokens` is at least 1 and `temperature` at least 0; got {sampling}.")
     return sampling
 
 
+class _Run:
+    """One request with its block, step by step."""
+
+    def __init__(self, key: str, payload: Payload, request: object) -> None:
+        self.key = key
+        self.payload = payload
+        self.request = request
+        self.launched: Launched | None = None
+        self.fresh = False
+        self.after = [index for _, index in payload.group.takes] if payload.group is not None else []
+        self.steps: Iterator[LocalOutput | None] = iter(())
+        self.outcome: tuple[Reply, object] | None = None
+
+
 class _LocalBackend:
-    """Runs one request on the thread of the caller."""
+    """Runs requests on the thread of the caller, one after the other."""
 
     def __init__(self, model: Local, vocabulary: int | None) -> None:
         self._model = model
@@ -151,46 +186,77 @@ class _LocalBackend:
 
     def run(self, payload: Payload, request: object) -> tuple[Reply, object]:
         """See `tracer.backend.Backend`."""
+        return self._run_all([_Run(_REQUEST, payload, request)])[0]
+
+    def run_group(self, payloads: Sequence[Payload], requests: Sequence[object]) -> list[tuple[Reply, object]]:
+        """See `tracer.backend.Backend`. The next request begins when the one before has ended, or waits at a barrier
+        after one of its steps."""
+        pairs = zip(payloads, requests, strict=True)
+        return self._run_all([_Run(f"{_REQUEST} {index}", *pair) for index, pair in enumerate(pairs)])
+
+    def _run_all(self, runs: list[_Run]) -> list[tuple[Reply, object]]:
         with _ONE_AT_A_TIME:
             if self._hub.mediators:
                 raise MisuseError(
                     "a trace of this model was begun in the middle of another one (by a hook, a signal handler or "
                     "`__del__`). The model can compute one at a time: begin it when the other `with` has ended."
                 )
-            return self._run(payload, request)
+            groups = Groups()
+            try:
+                while unfinished := [run for run in runs if run.outcome is None]:
+                    held = self._hub.held
+                    able = (run for run in unfinished if run.key not in held)
+                    ready = next((run for run in able if all(runs[at].outcome for at in run.after)), None)
+                    if ready is None:
+                        raise InternalError("all blocks of a trace wait at barriers, and none was told.")
+                    self._go_on(ready, groups)
+            finally:
+                self._hub.abandon_step()
+                for run in runs:
+                    self._hub.remove(run.key)
+            return [run.outcome for run in runs if run.outcome is not None]
 
-    def _run(self, payload: Payload, request: object) -> tuple[Reply, object]:
+    def _go_on(self, run: _Run, groups: Groups) -> None:
+        """Start a request, or run its next step; at its end, take its reply."""
         hub, model = self._hub, self._model
-        device = next((parameter.device for parameter in model._module.parameters()), None)
-        fresh = hub.learned is None
         with torch.no_grad():  # the block's mode too, as in an engine
-            launched = launch(payload, model._tree, self._envoy, device, capture_output=False, limits=model._limits)
-        hub.add(_REQUEST, launched.mediator, self._vocabulary)
-        try:
-            with torch.no_grad():
-                if isinstance(request, _Generation):
-                    result = self._generate(request)
-                else:
-                    assert isinstance(request, _Call), "Local.trace makes the request"
-                    result = self._call(request)
-                hub.end(_REQUEST, result)
-                reply = reply_of(launched, hub.learned if fresh else None)
-        finally:
-            hub.abandon_step()
-            hub.remove(_REQUEST)
-        return reply, result
+            if run.launched is None:
+                device = next((parameter.device for parameter in model._module.parameters()), None)
+                run.launched = launch(
+                    run.payload,
+                    model._tree,
+                    self._envoy,
+                    device,
+                    capture_output=False,
+                    groups=groups,
+                    limits=model._limits,
+                )
+                run.fresh = hub.learned is None
+                hub.add(run.key, run.launched.mediator, self._vocabulary)
+                run.steps = self._generate(run) if isinstance(run.request, _Generation) else self._call(run)
+            result = next(run.steps)
+            if result is not None:
+                hub.end(run.key, result)
+                run.outcome = reply_of(run.launched, hub.learned if run.fresh else None), result
+                hub.remove(run.key)
 
     def _envoy(self, address: str) -> Envoy:
         return Envoy(self._model._tree, address, self._model) if address else self._model
 
-    def _call(self, request: _Call) -> LocalOutput:
-        self._hub.begin({_REQUEST: Share(None, None, 0)})
+    def _call(self, run: _Run) -> Iterator[LocalOutput | None]:
+        request = run.request
+        assert isinstance(request, _Call), "Local.trace makes the request"
+        self._hub.begin({run.key: Share(None, None, 0)})
         value = self._model._module(*request.args, **request.kwargs)
         self._hub.finish_step()
-        return LocalOutput(value=value)
+        if run.key in self._hub.held:
+            yield None
+        yield LocalOutput(value=value)
 
-    def _generate(self, request: _Generation) -> LocalOutput:
-        """Decode with a key-value cache, one step at a time."""
+    def _generate(self, run: _Run) -> Iterator[LocalOutput | None]:
+        """Decode with a key-value cache; yields after each step, and the output at the end."""
+        request = run.request
+        assert isinstance(request, _Generation), "Local.trace makes the request"
         module: Any = self._model._module
         sampling, device = request.sampling, next(module.parameters()).device
         generator = torch.Generator(device).manual_seed(sampling.seed or 0)
@@ -198,7 +264,7 @@ class _LocalBackend:
         tokens: list[int] = []
         given, cache, reason = request.token_ids, None, "length"
         while len(tokens) < sampling.max_tokens:
-            self._hub.begin({_REQUEST: Share(None, None, len(tokens))})
+            self._hub.begin({run.key: Share(None, None, len(tokens))})
             ids = torch.tensor([given], device=device)
             output = module(input_ids=ids, past_key_values=cache, use_cache=True)
             self._hub.forward_done()
@@ -207,12 +273,16 @@ class _LocalBackend:
             self._hub.finish_step()
             tokens.append(token)
             given = [token]
-            if _REQUEST in self._hub.ended or token in stops:
+            while run.key in self._hub.held:
+                yield None
+            if run.key in self._hub.ended or token in stops:
                 reason = "stop"
                 break
+            if len(tokens) < sampling.max_tokens:
+                yield None
         tokenizer = self._model._tokenizer
         text = tokenizer.decode(tokens, skip_special_tokens=True) if tokenizer is not None else None
-        return LocalOutput(tuple(request.token_ids), tuple(tokens), text, reason)
+        yield LocalOutput(tuple(request.token_ids), tuple(tokens), text, reason)
 
     def _sample(self, logits: torch.Tensor, sampling: LocalSampling, generator: torch.Generator) -> int:
         replaced = self._hub.fire(port_at("", LOGITS), logits)

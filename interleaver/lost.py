@@ -8,14 +8,14 @@ notices.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import CellType, FunctionType, ModuleType
 
 import torch
 
 from ..envoy.envoy import Envoy
 from ..tracer.block import TracerHandle
-from .mediator import Saved
+from ..tracer.naming import Saved
 from .torch_compat import version_of
 
 _LIMIT = 10_000
@@ -23,11 +23,17 @@ _DEPTH = 4
 
 
 class Snapshot:
-    """The contents of captured variables before the block ran."""
+    """The contents of captured variables before the block ran.
 
-    def __init__(self, values: Mapping[str, object]) -> None:
-        self._values = {name: value for name, value in values.items() if _mutable(value)}
-        self._before = {name: _contents(value) for name, value in self._values.items()}
+    Args:
+        values: the variables.
+        shared: identities of objects that the blocks of a trace share: their changes are not lost.
+    """
+
+    def __init__(self, values: Mapping[str, object], shared: Collection[int] = ()) -> None:
+        self._shared = shared
+        self._values = {name: value for name, value in values.items() if _mutable(value) and id(value) not in shared}
+        self._before = {name: _contents(value, shared) for name, value in self._values.items()}
 
     def lost(self, saved: Iterable[Saved]) -> list[str]:
         """A message for each variable that was changed and is not in what was saved."""
@@ -35,7 +41,7 @@ class Snapshot:
         return [
             _message(name, value)
             for name, value in self._values.items()
-            if id(value) not in kept and not _same(self._before[name], _contents(value))
+            if id(value) not in kept and not _same(self._before[name], _contents(value, self._shared))
         ]
 
 
@@ -103,8 +109,10 @@ def _reachable(value: object) -> list[object]:
     return found
 
 
-def _contents(value: object, depth: int = _DEPTH) -> list[object]:
-    """The value's parts, flattened to a bounded depth; tensors with their version."""
+def _contents(value: object, shared: Collection[int], depth: int = _DEPTH) -> list[object]:
+    """The value's parts, flattened to a bounded depth; tensors with their version, shared objects as such."""
+    if id(value) in shared:
+        return [value]
     if isinstance(value, torch.Tensor):
         return [value, -1 if value.is_inference() else version_of(value)]
     if isinstance(value, bytearray):
@@ -112,7 +120,7 @@ def _contents(value: object, depth: int = _DEPTH) -> list[object]:
     parts = _parts(value)
     if parts is None or depth == 0:
         return [value]
-    return [value, len(parts), *(item for part in parts[:_LIMIT] for item in _contents(part, depth - 1))]
+    return [value, len(parts), *(item for part in parts[:_LIMIT] for item in _contents(part, shared, depth - 1))]
 
 
 def _same(before: list[object], after: list[object]) -> bool:

@@ -15,15 +15,16 @@ import greenlet
 
 from ..envoy import active
 from ..envoy.address import Port
-from ..envoy.errors import InternalError, MemoryLimitError, PortError, PortPassedError, StepError
+from ..envoy.errors import InternalError, InvokeError, MemoryLimitError, PortError, PortPassedError, StepError
 from ..envoy.tree import ModuleTree
+from ..tracer.naming import Saved, saved_by_name
 from ..tracer.tracer import Tracer
+from .group import Member
 from .guard import Guard, OverLimit, save_error
 from .limits import Limits
 from .memory import give_back
 from .meter import fitting, size_of
 from .modes import Turns
-from .named import named
 from .streamed import Streamed
 from .values import Held
 from .views import Part, view, with_part
@@ -41,22 +42,20 @@ class EndWait:
     """Waiting for the request to end."""
 
 
-Wait: TypeAlias = Port | StepWait | EndWait
+class BarrierWait:
+    """Waiting for other blocks of the trace to come to a barrier."""
+
+    def __init__(self, barrier: str, count: int) -> None:
+        self.barrier = barrier
+        self.count = count
+
+
+Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait
 """What a block waits for; a port is one of the current step."""
 
 
 class StopBlock(BaseException):
     """Unwinds a block that called `tracer.stop()`."""
-
-
-class Saved:
-    """A value that the block saved, where, under which names the statement puts it, and whether it was sent already."""
-
-    def __init__(self, value: object, names: tuple[str, ...], line: int, sent: bool) -> None:
-        self.value = value
-        self.names = names
-        self.line = line
-        self.sent = sent
 
 
 class Mediator(active.Session):
@@ -79,6 +78,8 @@ class Mediator(active.Session):
         warnings: message and line of each warning.
         partial_prompt: step 0 may be the end of the prompt only, where the rest of it was computed for another request.
         fixed_samples: why the request's samples cannot be written; None if they can.
+        member: its place among the blocks of its trace; None if it is alone.
+        index: the number of that place; blocks at the same port have their turns in this order.
         streamed: what it streamed in this step; None if nobody listens, and ``stream=True`` is an ordinary save.
     """
 
@@ -106,9 +107,11 @@ class Mediator(active.Session):
         self.warnings: list[tuple[str, int]] = []
         self.partial_prompt = False
         self.fixed_samples: str | None = None
+        self.member: Member | None = None
+        self.index = 0
         self.streamed: Streamed | None = None
         self.line: Callable[[], int] = lambda: 0
-        self.passed: Callable[[Port], str | None] = lambda port: None
+        self.passed: Callable[[Mediator, Port], str | None] = lambda mediator, port: None
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
         self._turns = turns
         self._body = body
@@ -139,6 +142,10 @@ class Mediator(active.Session):
         self.step = step
         self._turn(True)
 
+    def at_barrier(self) -> None:
+        """Its turn when all blocks have come to the barrier that it waits at."""
+        self._turn(None)
+
     def end(self, result: object) -> None:
         """The request has ended: let the block run to its end."""
         self._ended, self._result = True, result
@@ -148,6 +155,9 @@ class Mediator(active.Session):
             self.drop(StepError("the request ended before the block could begin."))
         elif isinstance(self.wait, Port):
             self.fail(InternalError(f"{self.wait} was still waited for when the request had ended."))
+        elif isinstance(self.wait, BarrierWait):
+            assert self.member is not None, "there are barriers in a group only"
+            self.fail(self.member.unmet(self.wait.barrier, "its request had ended"))
         else:
             self._turn(result if isinstance(self.wait, EndWait) else False)
 
@@ -171,13 +181,14 @@ class Mediator(active.Session):
             self._guard.leave()
         self._greenlet = None
         self.wait = None
+        self._give()
 
     def check_saves(self) -> None:
         """Whether what comes home is within the limit; else that is the block's failure, and what fits is kept."""
         limit = self._guard.limits.saves if self._guard is not None else None
         if limit is None:
             return
-        values = named(self.scope, self.saved)
+        values = saved_by_name(self.scope, self.saved)
         if (size := size_of(values.values())) > limit:
             self.failure = self.failure or save_error(size, limit)
             self.scope = fitting(values, limit)
@@ -208,6 +219,12 @@ class Mediator(active.Session):
             self._greenlet = None
             if self._guard is not None:
                 self._leave(self._guard)
+            self._give()
+
+    def _give(self) -> None:
+        """The block is over: what other blocks of the trace take from it is there, or never will be."""
+        if self.member is not None:
+            self.member.give(self.scope, self.failure)
 
     def _leave(self, guard: Guard) -> None:
         """The block has ended; if that was over a limit, let go of all that it held and did not save."""
@@ -215,7 +232,7 @@ class Mediator(active.Session):
         error = guard.lighter(self.failure)
         if error is not None:
             self.failure = error
-            self.scope = fitting(named(self.scope, self.saved), guard.limits.saves)
+            self.scope = fitting(saved_by_name(self.scope, self.saved), guard.limits.saves)
             kept = {id(value) for value in self.scope.values()}
             self.saved = [entry for entry in self.saved if id(entry.value) in kept]
             if isinstance(error, MemoryLimitError):
@@ -274,6 +291,12 @@ class Mediator(active.Session):
         self.stopped_at = self.line()
         raise StopBlock
 
+    def meet(self, barrier: str, count: int) -> None:
+        if self._ended:
+            raise InvokeError("the block came to a barrier when its request had ended: no other block can meet it.")
+        if count > 1:
+            self._switch(BarrierWait(barrier, count))
+
     def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
         line, sent = self.line(), False
         if stream and self.streamed is not None and not self._ended:
@@ -294,7 +317,7 @@ class Mediator(active.Session):
                 f"{port} was asked for after the request had ended (in step {self.step}). Read ports before the end, "
                 "inside the loop over `tracer.iter`."
             )
-        passed = self.passed(port)
+        passed = self.passed(self, port)
         if passed is not None:
             raise PortPassedError(passed)
         self._switch(port)
@@ -312,7 +335,7 @@ class Mediator(active.Session):
         return current.parent.switch(wait)
 
 
-_WAITS = (Port, StepWait, EndWait)
+_WAITS = (Port, StepWait, EndWait, BarrierWait)
 
 _PADDING = 24
 """Calls through C below a block, of about four C frames each.

@@ -11,12 +11,12 @@ from ..envoy.tree import Learned
 from ..tracer.backend import Reply
 from ..tracer.block import Block
 from ..tracer.failure import Failure, describe
-from ..tracer.results import pack
+from ..tracer.naming import saved_by_name, unheld
+from ..tracer.results import Packed, pack
 from ..tracer.tracebacks import FrameLine
 from .launch import Launched
 from .lost import reachable_ids
-from .mediator import Mediator, Saved
-from .named import named
+from .mediator import Mediator
 
 
 def reply_of(launched: Launched, learned: Learned | None) -> Reply:
@@ -32,9 +32,23 @@ def reply_of(launched: Launched, learned: Learned | None) -> Reply:
         failure = failure or _unsendable(launched, values, error)
     if mediator.stopped:
         mediator.warnings.extend(_unreached(launched.block, mediator))
-    reply = Reply(saves, failure, _printed(launched), tuple(mediator.warnings), learned)
+    shared, failure = _shared(launched, failure)
+    reply = Reply(saves, failure, _printed(launched), tuple(mediator.warnings), learned, shared)
     mediator.forget()
     return reply
+
+
+def _shared(launched: Launched, failure: Failure | None) -> tuple[Packed | None, Failure | None]:
+    """What was saved around the invokes, if this block is the last of them; and the failure of that or of the block."""
+    member = launched.mediator.member
+    home = member.leave() if member is not None else None
+    if home is None:
+        return None, failure
+    try:
+        return pack(home), failure
+    except SaveError as error:
+        kept = pack({name: value for name, value in home.items() if _can_be_sent(value)})
+        return kept, failure or describe(error)
 
 
 def _unreached(block: Block, mediator: Mediator) -> list[tuple[str, int]]:
@@ -96,24 +110,11 @@ def named_saves(mediator: Mediator) -> dict[str, object]:
     A saved value that no name holds, directly or in a saved container, is warned about, unless it was sent when it was
     saved.
     """
-    saves = named(mediator.scope, mediator.saved)
+    saves = saved_by_name(mediator.scope, mediator.saved)
     if mediator.failure is not None:
         return saves
     held = {identity for value in saves.values() for identity in reachable_ids(value)}
     for entry in mediator.saved:
         if not entry.sent and id(entry.value) not in held:
-            mediator.warnings.append((_unheld(entry), entry.line))
+            mediator.warnings.append((unheld(entry), entry.line))
     return saves
-
-
-def _unheld(entry: Saved) -> str:
-    if entry.names:
-        names = ", ".join(f"`{name}`" for name in entry.names)
-        return (
-            f"the value saved here as {names} is lost: at the end of the block the name held another one. Save it "
-            "after its last change, or under a name of its own."
-        )
-    return (
-        "the value saved here is lost: at the end of the block no variable held it. Bind it to a name "
-        "(`h = x.save()`), or save the container it is in."
-    )

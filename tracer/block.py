@@ -52,6 +52,32 @@ class TensorBlob(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+class SharedValues(msgspec.Struct, frozen=True, array_like=True):
+    """Containers that several blocks of a trace use as one object; they are met in the order of `Group.shared`.
+
+    Attributes:
+        empty: cloudpickle bytes of each container without its items, by key.
+        contents: the same of each container with its items; those that are shared themselves are referred to by key.
+        tensors: buffers that `contents` refers to by index.
+    """
+
+    empty: bytes
+    contents: bytes
+    tensors: tuple[TensorBlob, ...]
+
+
+class Home(msgspec.Struct, frozen=True, array_like=True):
+    """What was saved around the invokes and holds shared containers: it comes home when all blocks have ended.
+
+    Attributes:
+        values: cloudpickle bytes of the values by name.
+        tensors: buffers that `values` refers to by index.
+    """
+
+    values: bytes
+    tensors: tuple[TensorBlob, ...]
+
+
 class Group(msgspec.Struct, frozen=True, array_like=True):
     """The place of a block among the invokes of one trace.
 
@@ -63,6 +89,8 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
             end of its block.
         gives: names whose values later invokes take from this one.
         barriers: the barriers that the block refers to, each with the number of blocks that meet there.
+        shared: containers that are one object in all blocks of the trace; the same in each of its payloads.
+        home: values to send home with the block that ends last; None if there are none.
     """
 
     trace: str
@@ -71,6 +99,8 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     takes: tuple[tuple[str, int], ...]
     gives: tuple[str, ...]
     barriers: tuple[tuple[str, int], ...]
+    shared: tuple[SharedValues, ...] = ()
+    home: Home | None = None
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
@@ -102,19 +132,28 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
 class TracerHandle:
     """Base of the objects that a `with` binds after `as`; the codec sends them as a reference, not by value."""
 
+    described = "the tracer of a trace that has ended"
+
     @property
     def spent(self) -> bool:
-        """Whether the trace has ended, so that a new block cannot mean this tracer."""
+        """Whether its block is over, so that a new one cannot mean this tracer."""
         return False
 
 
 class SpentTracer(TracerHandle):
-    """Stands for a tracer whose trace has ended, in a block that has captured it with something else."""
+    """Stands for a tracer whose block is over, in a block that has captured it with something else.
+
+    Args:
+        described: what it was.
+    """
+
+    def __init__(self, described: str = TracerHandle.described) -> None:
+        self.described = described
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise ForeignError(
-            f"`.{name}` was asked of the tracer of a trace that has ended. Take what you need of it (`.saves`, "
+            f"`.{name}` was asked of {self.described}. Take what you need of it (`.saves`, "
             "`.result`) into a variable before the `with`, and use that in the block."
         )

@@ -21,7 +21,7 @@ from .block import Block
 from .frames import release
 from .instructions import Entry, enter_of
 from .names import Flow, mangle
-from .permitted import check_permitted
+from .permitted import Kind, check_permitted
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -74,25 +74,26 @@ class _Module(NamedTuple):
     withs: tuple[tuple[ast.With, tuple[ast.AST, ...]], ...]
 
 
-_sites: dict[tuple[int, int], tuple[weakref.ref[CodeType], Site]] = {}
+_sites: dict[tuple[int, int, Kind], tuple[weakref.ref[CodeType], Site]] = {}
 
 
-def locate(frame: FrameType) -> Site:
+def locate(frame: FrameType, kind: Kind = "trace") -> Site:
     """Finds the `with` that `frame` is entering.
 
     Args:
         frame: the frame whose current instruction called `__enter__`.
+        kind: what is entered.
 
     Raises:
         CaptureError: there is no source, it is not that of the running code, the call does not come from a `with`,
             or the body does something that cannot be captured.
     """
     code = frame.f_code
-    key = (id(code), frame.f_lasti)
+    key = (id(code), frame.f_lasti, kind)
     known = _sites.get(key)
     if known is not None and known[0]() is code:
         return known[1]
-    site = _find(frame)
+    site = _find(frame, kind)
     if len(_sites) >= _CACHE_SIZE:
         _sites.clear()
     _sites[key] = (weakref.ref(code), site)
@@ -139,7 +140,7 @@ def _read_around(name: str, frame: FrameType, shared: dict[str, object]) -> None
         shared[name] = frame.f_globals[name]
 
 
-def _find(frame: FrameType) -> Site:
+def _find(frame: FrameType, kind: Kind) -> Site:
     code = frame.f_code
     entry = enter_of(code, frame.f_lasti)
     where = f"{code.co_filename}:{frame.f_lineno}"
@@ -163,7 +164,7 @@ def _find(frame: FrameType) -> Site:
         found = _match(module, entry, code)
         if found is not None:
             tree, item, around = found
-            return _site(frame, entry, module.lines, tree, item, around)
+            return _site(frame, entry, module.lines, tree, item, around, kind)
     raise CaptureError(
         f"{where}: the source in {code.co_filename} is not the code that runs: no `with` of it fits the "
         "instruction that entered the trace.\n"
@@ -238,9 +239,10 @@ def _site(
     tree: ast.With,
     item: int,
     around: tuple[ast.AST, ...],
+    kind: Kind,
 ) -> Site:
     code = frame.f_code
-    check_permitted(tree, item, code.co_filename)
+    check_permitted(tree, item, code.co_filename, kind)
     if entry.start is None:
         raise CaptureError(
             f"{code.co_filename}:{tree.lineno}: the body cannot be skipped when it starts with `try` (or does nothing) "

@@ -35,19 +35,26 @@ class Encoded:
         data: the pickle.
         tensors: the buffers that the pickle refers to by index.
         uses: sources of random numbers that the values refer to: ``"random"``, ``"numpy"``.
+        barriers: the barriers that they refer to, each with the number of blocks that meet there.
     """
 
     data: bytes
     tensors: tuple[TensorBlob, ...]
     uses: frozenset[str]
+    barriers: tuple[tuple[str, int], ...] = ()
 
 
-def encode(values: Scopes, owner: Envoy) -> Encoded:
+Key = Callable[[object], "str | None"]
+"""The key of an object that several blocks share; None for all others."""
+
+
+def encode(values: Scopes, owner: Envoy, key: Key | None = None) -> Encoded:
     """Turns captured values into bytes.
 
     Args:
         values: ``{"local": {...}, "global": {...}}``.
         owner: the Envoy of the whole model that is traced.
+        key: tells the objects that are sent as references; None if there are none.
 
     Raises:
         TransferError: a value cannot be sent; the message names the variable, and the part of it that is to
@@ -55,27 +62,28 @@ def encode(values: Scopes, owner: Envoy) -> Encoded:
         ForeignError: an Envoy of another model.
     """
     try:
-        return _encode({scope: dict(names) for scope, names in values.items()}, owner)
+        return _encode({scope: dict(names) for scope, names in values.items()}, owner, key)
     except Exception as error:
-        raise _explained(values, owner, error) from None
+        raise _explained(values, owner, key, error) from None
 
 
-def _encode(values: object, owner: object) -> Encoded:
-    from .pickling import ValuePickler
+def _encode(values: object, owner: object, key: Key | None) -> Encoded:
+    from .pickling import SharingPickler, ValuePickler
 
     file = io.BytesIO()
-    pickler = ValuePickler(file, owner)
+    pickler = ValuePickler(file, owner) if key is None else SharingPickler(file, owner, key)
     pickler.dump(values)
-    return Encoded(file.getvalue(), tuple(pickler.tensors), frozenset(pickler.uses))
+    barriers = tuple(sorted(pickler.barriers.items()))
+    return Encoded(file.getvalue(), tuple(pickler.tensors), frozenset(pickler.uses), barriers)
 
 
-def _explained(values: Scopes, owner: object, error: Exception) -> Exception:
+def _explained(values: Scopes, owner: object, key: Key | None, error: Exception) -> Exception:
     """The error to raise for `error`: finds the variable by sending each one alone."""
     from .unsendable import find
 
     def attempt(value: object) -> Exception | None:
         try:
-            _encode(value, owner)
+            _encode(value, owner, key)
         except Exception as raised:
             return raised
         return None
@@ -116,6 +124,7 @@ def decode(
     envoy: Callable[[str], object],
     tracer: object,
     device: torch.device | None = None,
+    shared: Callable[[str], object] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Makes the values again. Runs whatever the sender put into `data`.
 
@@ -125,12 +134,13 @@ def decode(
         envoy: makes the Envoy of an address.
         tracer: what takes the place of the tracer.
         device: where tensors go; they are normal tensors that own their memory, also under an inference mode.
+        shared: gives the shared object of a key; None if there are none.
 
     Raises:
         TransferError: a module or class that is installed at the sender is not installed here, or the
             sender's functions are of another Python version.
     """
-    reader = _Reader(data, tensors, envoy, tracer, device)
+    reader = _Reader(data, tensors, envoy, tracer, device, shared)
     values: dict[str, dict[str, Any]] = reader.load()
     return values
 
@@ -143,12 +153,19 @@ class _Reader(pickle.Unpickler):
         envoy: Callable[[str], object],
         tracer: object,
         device: torch.device | None,
+        shared: Callable[[str], object] | None,
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._tensors = tensors
         self._envoy = envoy
         self._tracer = tracer
         self._device = device
+        self._shared = shared
+
+    def persistent_load(self, key: Any) -> object:
+        if self._shared is None:
+            raise pickle.UnpicklingError(f"a shared object {key} outside of a trace of several invokes")
+        return self._shared(key)
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "resolve" and module == _PICKLING:

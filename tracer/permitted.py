@@ -7,19 +7,30 @@ A block runs elsewhere and as a whole: it cannot hand control back to the functi
 from __future__ import annotations
 
 import ast
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ..envoy.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+Kind: TypeAlias = Literal["trace", "outer", "invoke"]
+"""A trace of one prompt; the trace around several invokes; one of these."""
+
+_INVOKES: dict[Kind, tuple[str, str]] = {
+    "trace": (
+        "`tracer.invoke` in a trace that has a prompt",
+        "leave the prompt out of `model.trace(...)`, and give it to a `tracer.invoke(prompt)` of its own.",
+    ),
+    "invoke": ("an invoke inside of another one", "end this `with`, and begin the other one after it."),
+}
 
 
-def check_permitted(tree: ast.With, item: int, filename: str) -> None:
+def check_permitted(tree: ast.With, item: int, filename: str, kind: Kind = "trace") -> None:
     """Refuses what cannot be captured.
 
     Args:
         tree: the `with`.
+        kind: what it is; there are invokes in an outer one only.
         item: index of the item that is the trace; the later ones belong to the block.
         filename: for the message.
 
@@ -35,12 +46,12 @@ def check_permitted(tree: ast.With, item: int, filename: str) -> None:
             what = "a second trace in the same `with`"
             raise CaptureError(_message(filename, expression, what, "write two `with` statements."))
     for node, in_loop in _own([*tree.items[item + 1 :], *tree.body], in_loop=False):
-        found = _refused(node, in_loop)
+        found = _refused(node, in_loop, kind)
         if found is not None:
             raise CaptureError(_message(filename, node, *found))
 
 
-def _refused(node: ast.AST, in_loop: bool) -> tuple[str, str] | None:
+def _refused(node: ast.AST, in_loop: bool, kind: Kind) -> tuple[str, str] | None:
     """What is wrong with a node and what to do instead; None if it is fine."""
     match node:
         case ast.Return():
@@ -49,6 +60,8 @@ def _refused(node: ast.AST, in_loop: bool) -> tuple[str, str] | None:
             return "`yield`", "save the values and yield them after the `with`."
         case ast.Await():
             return "`await`", "await before the `with` and use the result in it."
+        case ast.With(items=items) if any(is_invoke(item.context_expr) for item in items):
+            return _INVOKES.get(kind)
         case ast.With(items=items) if any(_is_trace(item.context_expr) for item in items):
             return "a trace inside of another one", "end this `with`, and begin the other one after it."
         case ast.AsyncWith():
@@ -93,7 +106,16 @@ def _defaults(arguments: ast.arguments) -> list[ast.expr]:
 
 
 def _is_trace(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("trace", "invoke")
+    return is_invoke(node) or _calls(node, "trace")
+
+
+def is_invoke(node: ast.AST) -> bool:
+    """Whether an expression of a `with` begins an invoke: ``X.invoke(...)``."""
+    return _calls(node, "invoke")
+
+
+def _calls(node: ast.AST, method: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
 
 
 def _message(filename: str, node: ast.AST, what: str, instead: str) -> str:

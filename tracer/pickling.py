@@ -13,12 +13,14 @@ import cloudpickle  # type: ignore[import-untyped]
 from ..envoy.envoy import Envoy
 from ..envoy.errors import ForeignError
 from . import buffers, by_value
+from .barrier import Barrier
 from .block import SpentTracer, TensorBlob, TracerHandle
 from .buffers import Refusal
 from .unsendable import refuse
 
 if TYPE_CHECKING:
     import io
+    from collections.abc import Callable
 
 _registry = threading.RLock()
 """Held while a pickler works: which modules cloudpickle takes by value is a global setting of cloudpickle."""
@@ -35,12 +37,14 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     Attributes:
         tensors: the tensors met so far; `resolve` refers to them by index.
         uses: the sources of random numbers met so far.
+        barriers: the barriers met so far, each with the number of blocks that meet there.
     """
 
     def __init__(self, file: io.BytesIO, owner: object) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[TensorBlob] = []
         self.uses: set[str] = set()
+        self.barriers: dict[str, int] = {}
         self._owner = owner
         self._namespaces: dict[int, dict[str, Any]] = {}
         self._registered: list[ModuleType] = []
@@ -77,8 +81,10 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return resolve, ("envoy", obj.address)
         if isinstance(obj, TracerHandle):
             if obj.spent:
-                return SpentTracer, ()
+                return SpentTracer, (obj.described,)
             return resolve, ("tracer", 0)
+        if isinstance(obj, Barrier):
+            self.barriers[obj.key] = obj.count
         refuse(obj)
         return super().reducer_override(obj)
 
@@ -123,3 +129,19 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.uses.add("random")
         elif module.startswith("numpy.random") or (module == "numpy" and entire):
             self.uses.add("numpy")
+
+
+class SharingPickler(ValuePickler):
+    """A `ValuePickler` that leaves out shared containers, and refers to them by key.
+
+    Args:
+        key: the key of an object, or None if it is not shared.
+    """
+
+    def __init__(self, file: io.BytesIO, owner: object, key: Callable[[object], str | None]) -> None:
+        super().__init__(file, owner)
+        self._key = key
+
+    def persistent_id(self, obj: object) -> str | None:
+        """Called by pickle for every object."""
+        return self._key(obj)

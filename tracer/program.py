@@ -12,6 +12,9 @@ What is rewritten:
   have no such method; ``names=`` says which variables the statement puts the value in;
 - ``with tracer.all():`` and ``with tracer.iter[...] as step:`` become `for` loops;
 - a `nonlocal` of the block itself is dropped: its value comes in as a parameter and goes home as a saved name.
+
+The body around invokes runs in the same way, but with its caller; what is inside of ``with tracer.invoke(...):`` is
+left as it is there, to be found in the caller's file when it is entered.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ import ast
 import builtins
 import functools
 from collections.abc import Mapping, Sequence
-from types import CodeType, FunctionType, TracebackType
+from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar, cast
 
 from ..envoy.errors import CaptureError
 from .block import Block, TracerHandle
 from .names import mangle
+from .permitted import is_invoke
 
 SAVE = "__invivo_save__"
 """The name under which `extras` must hold the function that saves: ``(value, *, stream=False, names=()) -> value``."""
@@ -99,6 +103,10 @@ class Program:
             scope = space if block.scope == "module" else dict(locals_)
             exec(self._code(frozenset(), tracers), space, scope)
         return self._visible(scope, space, extras)
+
+    def runs(self, frame: FrameType) -> bool:
+        """Whether the frame is that of a run of this program."""
+        return any(frame.f_code is code for code in self._codes.values())
 
     def scope_of(self, traceback: TracebackType | None) -> dict[str, object]:
         """The block's variables where an exception left it; empty if the traceback does not go through the block."""
@@ -225,6 +233,18 @@ def _locate(node: ast.AST, where: ast.stmt) -> None:
             ast.copy_location(child, where)
 
 
+class _WithoutNonlocal(ast.NodeTransformer):
+    """Drops the `nonlocal` statements of a body that is entered, but not run, where there is no scope around it."""
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
+        return _at(ast.Pass(), node)
+
+    def _leave(self, node: ast.AST) -> ast.AST:
+        return node
+
+    visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _leave
+
+
 class _Rewrite(ast.NodeTransformer):
     """The changes named in the module's docstring."""
 
@@ -273,9 +293,18 @@ class _Rewrite(ast.NodeTransformer):
         return node
 
     def visit_With(self, node: ast.With) -> ast.AST:
-        self.generic_visit(node)
         body: list[ast.stmt] = list(node.body)
-        for item in reversed(node.items):
+        items = list(node.items)
+        invoked = next((index for index, item in enumerate(items) if is_invoke(item.context_expr)), None)
+        if invoked is None:
+            self.generic_visit(node)
+            body = list(node.body)
+        else:
+            inner = [_WithoutNonlocal().visit(statement) for statement in body]
+            items[invoked].context_expr = self.visit(items[invoked].context_expr)
+            body = [_at(ast.With(items[invoked:], inner, None), node)]
+            items = [self.visit(item) for item in items[:invoked]]
+        for item in reversed(items):
             name = _looped(item.context_expr)
             if name is not None and mangle(name, self._owner) in self._tracers:
                 target = item.optional_vars or _at(ast.Name(_STEP, ast.Store()), item.context_expr)

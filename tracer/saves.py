@@ -26,7 +26,7 @@ def save(value: T, *, stream: bool = False) -> T:
     Raises:
         OutsideBlockError: no block is running.
     """
-    active.session("`save`").save(value, stream=stream, names=())
+    active.saver("`save`").save(value, stream=stream, names=())
     return value
 
 
@@ -41,4 +41,4 @@ def save_method(value: object, *, stream: bool = False, names: tuple[str, ...] =
     own = getattr(value, "save", None)
     if callable(own):
         return own(stream=stream) if stream else own()
-    return active.session("`.save()`").save(value, stream=stream, names=names)
+    return active.saver("`.save()`").save(value, stream=stream, names=names)

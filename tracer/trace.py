@@ -7,9 +7,7 @@ happens when the caller takes the last output, but for the binding of names, sin
 
 from __future__ import annotations
 
-import re
 import sys
-import uuid
 import warnings
 import weakref
 from functools import partial
@@ -18,12 +16,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ..envoy.envoy import RootEnvoy
 from ..envoy.errors import InvivoWarning
-from .block import FORMAT, Block, Payload
-from .capture import Captured, Site, locate, read
-from .check import check_names
-from .codec import encode
+from .block import Block, Payload
+from .capture import Site, locate, read
 from .failure import rebuild
 from .frames import SkipBody, Skipper, bind
+from .packing import make_payload
 from .results import unpack
 from .streaming import StreamingBackend
 from .tracer import Tracer
@@ -65,7 +62,7 @@ class Trace:
         """
         frame = sys._getframe(1)
         site = locate(frame)
-        self._payload = self._pack(site, read(site, frame))
+        self._payload = make_payload(site, read(site, frame), self._model, self._seed)
         self._frame, self._site = frame, site
         self._skipper = Skipper(frame, site, self._tracer)
         self._skipper.arm()
@@ -94,24 +91,10 @@ class Trace:
                 return True
             reply, result = self._backend.run(self._payload, self._request)
         except BaseException as raised:
-            _leave_out(error, raised)
+            leave_out(error, raised)
             raise
         home(reply, result, lambda saves: bind(frame, saves, site.global_names))
         return True
-
-    def _pack(self, site: Site, captured: Captured) -> Payload:
-        values = {**captured.globals, **captured.locals}
-        check_names(site.tree, values, frozenset(site.stores), site.block.filename)
-        encoded = encode({"local": captured.locals, "global": captured.globals}, self._model)
-        return Payload(
-            FORMAT,
-            uuid.uuid4().hex,
-            site.block,
-            encoded.data,
-            encoded.tensors,
-            self._seed,
-            tuple(sorted(encoded.uses | _imported_random(site.block.source))),
-        )
 
 
 def _come_home(
@@ -139,16 +122,11 @@ def _come_home(
     for message, line in reply.warnings:
         warnings.warn_explicit(message, InvivoWarning, block.filename, line or block.lineno)
     if reply.failure is not None:
-        _raise(rebuild(reply.failure), saves)
+        raise_from_block(rebuild(reply.failure), saves)
     return saves
 
 
-def _imported_random(source: str) -> set[str]:
-    """Random sources that the block itself imports."""
-    return {name for name in ("random", "numpy") if re.search(rf"\b(import|from)\s+{name}\b", source)}
-
-
-def _leave_out(skip: BaseException | None, raised: BaseException) -> None:
+def leave_out(skip: BaseException | None, raised: BaseException) -> None:
     """Take the exception that skipped the body out of what `raised` came from."""
     while skip is not None and raised.__context__ is not None:
         if raised.__context__ is skip:
@@ -157,8 +135,8 @@ def _leave_out(skip: BaseException | None, raised: BaseException) -> None:
         raised = raised.__context__
 
 
-def _raise(error: BaseException, saves: dict[str, object]) -> NoReturn:
-    """Raise the block's exception with its own context, not with the exception that skipped the body."""
+def raise_from_block(error: BaseException, saves: dict[str, object]) -> NoReturn:
+    """Raise a block's exception with its own context, not with the exception that skipped the body."""
     error.saves = saves  # type: ignore[attr-defined]
     context = error.__context__
     try:

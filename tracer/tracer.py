@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..envoy import active
-from ..envoy.errors import OutsideBlockError
+from ..envoy.errors import MisuseError, OutsideBlockError
 from .block import TracerHandle
 from .iteration import Steps
 
@@ -53,6 +53,33 @@ class Tracer(TracerHandle):
         if self._result is _UNSET:
             raise OutsideBlockError(f"`tracer.result` is there once {self._end}.")
         return self._result
+
+    def invoke(self, *prompt: object, **sampling: object) -> Any:
+        """One prompt of a trace of several; see `tracer.outer.OuterTracer`.
+
+        Raises:
+            MisuseError: this trace is not one of several prompts.
+        """
+        self._single("`tracer.invoke`")
+
+    def barrier(self, count: int) -> Any:
+        """A place where blocks wait for each other; see `tracer.outer.OuterTracer`.
+
+        Raises:
+            MisuseError: this trace is not one of several prompts.
+        """
+        self._single("`tracer.barrier`")
+
+    def _single(self, what: str) -> NoReturn:
+        if active.current() is not None:
+            raise MisuseError(
+                f"{what} was called in a block. It belongs into the body of a trace without a prompt, around the "
+                "invokes, which runs in your program."
+            )
+        raise MisuseError(
+            f"{what} is for a trace without a prompt. Leave the prompt out of `model.trace(...)`, and give it to an "
+            "invoke: `with model.trace(**sampling) as tracer:`, and in it `with tracer.invoke(prompt):`."
+        )
 
     @property
     def saves(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from typing import Any
 from ..envoy.envoy import Envoy
 from . import by_value
 from .buffers import Refusal
+from .handed import HandedOn
 from .node_writer import quoted
 
 _REASONS: tuple[tuple[tuple[type, ...], str], ...] = (
@@ -56,6 +57,11 @@ def refuse(value: object) -> None:
         if not isinstance(value, io.BytesIO | io.StringIO):
             raise Refusal("an open file lives in this process; read it before the trace")
         return
+    if isinstance(value, HandedOn):
+        raise Refusal(
+            f"it stands for {value.described}, which exists only next to the model; the block can read it under that "
+            "name and no other"
+        )
     for kinds, reason in _REASONS:
         if isinstance(value, kinds):
             raise Refusal(reason)

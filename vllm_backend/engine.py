@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias, cast
 
 from vllm import LLM, RequestOutput, SamplingParams
 
-from ..envoy.errors import MisuseError
+from ..envoy.errors import InternalError, MisuseError
 from .compat import EngineDeadError
 from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive
 from .sampling import refusals
 from .watch import watch
+
+Call: TypeAlias = "Callable[..., Any]"
+"""Calls a method of the (one) worker: its name, then its arguments."""
 
 
 class Engine(Lifecycle[LLM]):
@@ -47,6 +51,52 @@ class Engine(Lifecycle[LLM]):
             SamplingError: vLLM refuses the parameters.
             EngineDiedError: the engine's process is gone.
         """
+        with self._requests() as (llm, ids):
+            with refusals():
+                ids += llm.enqueue(prompts, params, use_tqdm=use_tqdm)
+            return llm.wait_for_completion(RequestOutput, use_tqdm=use_tqdm)
+
+    def generate_all(
+        self,
+        prompts: Sequence[Any],
+        params: Sequence[SamplingParams],
+        after: Sequence[Collection[int]],
+        ended: Callable[[int, RequestOutput, Call], Collection[int]],
+    ) -> None:
+        """Run requests together, each to its end; all are aborted if the wait is interrupted.
+
+        Args:
+            prompts: one for each request.
+            params: the same.
+            after: for each request, the numbers of those that must be over before it is sent.
+            ended: called for each request when it has ended, with its number, its output, and `call` for use in it;
+                says which requests are over now.
+
+        Raises:
+            SamplingError: vLLM refuses the parameters.
+            EngineDiedError: the engine's process is gone.
+        """
+        with self._requests() as (llm, ids):
+            sent: list[int] = []
+            over: set[int] = set()
+            while len(sent) < len(prompts) or llm.llm_engine.has_unfinished_requests():
+                ready = [i for i in range(len(prompts)) if i not in sent and over.issuperset(after[i])]
+                if ready:
+                    with refusals():
+                        ids += llm.enqueue([prompts[i] for i in ready], [params[i] for i in ready], use_tqdm=False)
+                    sent += ready
+                if not llm.llm_engine.has_unfinished_requests():
+                    raise InternalError("the requests of a trace wait for each other.")
+                for output in llm.llm_engine.step():
+                    if output.finished:
+                        at = next(
+                            at for at, key in enumerate(ids) if output.request_id in (key, key.rpartition("-")[0])
+                        )
+                        over.update(ended(sent[at], cast("RequestOutput", output), partial(_call, llm)))
+
+    @contextmanager
+    def _requests(self) -> Iterator[tuple[LLM, list[str]]]:
+        """The engine, and a list for the ids of requests, which are aborted if the wait for them is interrupted."""
         with self._used(), alive():
             llm = self.start()
             if llm.llm_engine.has_unfinished_requests():
@@ -54,20 +104,19 @@ class Engine(Lifecycle[LLM]):
                     "the engine has requests that were enqueued and not waited for; they would finish during the "
                     "trace, and their outputs be lost. Call `model.engine.wait_for_completion()` before the trace."
                 )
-            with refusals():
-                ids = llm.enqueue(prompts, params, use_tqdm=use_tqdm)
+            ids: list[str] = []
             try:
-                return llm.wait_for_completion(RequestOutput, use_tqdm=use_tqdm)
+                yield llm, ids
             except EngineDeadError:
                 raise
             except BaseException:
-                llm.llm_engine.abort_request(ids, internal=True)
+                llm.llm_engine.abort_request(list(ids), internal=True)
                 raise
 
     def call(self, method: str, *args: object) -> Any:
         """See `Lifecycle`."""
         with self._used(), alive():
-            return self.start().collective_rpc(method, args=args)[0]
+            return _call(self.start(), method, *args)
 
     @contextmanager
     def _used(self) -> Iterator[None]:
@@ -83,3 +132,7 @@ class Engine(Lifecycle[LLM]):
                 yield
             finally:
                 self._in_use = False
+
+
+def _call(llm: LLM, method: str, *args: object) -> Any:
+    return llm.collective_rpc(method, args=args)[0]

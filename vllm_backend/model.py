@@ -10,9 +10,13 @@ from typing import Any, Literal, Self
 from ..envoy.envoy import RootEnvoy
 from ..envoy.errors import InternalError, MisuseError, PromptError, UnsupportedError
 from ..interleaver.limits import limits
+from ..tracer.outer import OuterTrace
 from ..tracer.prompt import Prompt, listed, tokenize
 from ..tracer.trace import Trace
 from .version import check_version
+
+_NONE: Any = object()
+"""No prompt, which is not None given as one."""
 
 _SETTLED, _PAUSE = 5.0, 0.02
 """Seconds until a request that has just ended must have left the worker (it does with the next step); between looks."""
@@ -92,11 +96,16 @@ class VLLM(RootEnvoy):
         """
         return self._engine.start()
 
-    def trace(self, prompt: object, *, reuse_prefix: bool = False, blocking: bool = True, **sampling: Any) -> Trace:
-        """Trace one request: ``with model.trace(prompt, max_tokens=5, temperature=0) as tracer:``.
+    def trace(
+        self, prompt: object = _NONE, *, reuse_prefix: bool = False, blocking: bool = True, **sampling: Any
+    ) -> Trace | OuterTrace:
+        """Trace one request, ``with model.trace(prompt, max_tokens=5, temperature=0) as tracer:``, or several.
+
+        Without a prompt, the prompts are those of ``with tracer.invoke(prompt):`` in the body, and each invoke may
+        have sampling arguments (and `reuse_prefix`) that go before those of the trace.
 
         Args:
-            prompt: a text, a list of token ids, or a list of chat messages.
+            prompt: a text, a list of token ids, or a list of chat messages; or nothing.
             reuse_prefix: take from the prefix cache what it has of the prompt. The block then sees only the rest of the
                 prompt in step 0 (at least its last token), so do this where it looks at later steps or at logits.
             blocking: the mode of the engine decides whether the `with` waits, and False is refused where it does.
@@ -110,25 +119,46 @@ class VLLM(RootEnvoy):
             EngineClosedError: the engine was closed.
         """
         from .async_engine import AsyncEngine
-        from .asynchronous import AsyncBackend, check_streams
+        from .asynchronous import AsyncBackend
         from .sampling import sampling_params
-        from .sync import Request, SyncBackend
+        from .sync import SyncBackend
 
         engine = self._engine
         engine.check_open()
         if not blocking and not isinstance(engine, AsyncEngine):
             raise UnsupportedError(
-                "`blocking=False`: this model runs one request at a time and waits for it. Make it with "
+                "`blocking=False`: this model runs one trace at a time and waits for it. Make it with "
                 '`VLLM(..., mode="async")`; no trace blocks then, and `await tracer` waits.'
             )
-        params = sampling_params(sampling)
-        if isinstance(engine, AsyncEngine):
+        given = {**sampling, "reuse_prefix": reuse_prefix}
+        if prompt is _NONE:
+            if isinstance(engine, AsyncEngine):
+                raise UnsupportedError(
+                    '`model.trace()` without a prompt waits, and this model was made with `mode="async"`, where '
+                    "nothing does. Start a trace for each prompt, or leave `mode` out."
+                )
+            sampling_params(dict(sampling))
+            return OuterTrace(self, SyncBackend(engine), self._request, given)
+        backend = AsyncBackend(engine) if isinstance(engine, AsyncEngine) else SyncBackend(engine)
+        return Trace(self, backend, *self._request((prompt,), given))
+
+    def _request(self, prompt: tuple[object, ...], given: dict[str, Any]) -> tuple[object, int]:
+        """What the backend runs for a prompt, and the seed of its block."""
+        from .async_engine import AsyncEngine
+        from .asynchronous import check_streams
+        from .sampling import sampling_params
+        from .sync import Request
+
+        if len(prompt) != 1:
+            raise PromptError(f"a request has one prompt, and this got {len(prompt)}: make an invoke of each.")
+        reuse_prefix = bool(given.pop("reuse_prefix"))
+        params = sampling_params(given)
+        if isinstance(self._engine, AsyncEngine):
             check_streams(params)
-        tokens = tokenize(prompt, self._tokenizer_for(prompt), self._model_config.get_vocab_size())
+        tokens = tokenize(prompt[0], self._tokenizer_for(prompt[0]), self._model_config.get_vocab_size())
         self._check_length(tokens)
         self._check_budget(tokens)
-        backend = AsyncBackend(engine) if isinstance(engine, AsyncEngine) else SyncBackend(engine)
-        return Trace(self, backend, Request(tokens, params, reuse_prefix), params.seed or 0)
+        return Request(tokens, params, reuse_prefix), params.seed or 0
 
     def generate(self, prompts: object, *, use_tqdm: bool = True, **sampling: Any) -> list[Any]:
         """Generate without traces, all prompts at once.

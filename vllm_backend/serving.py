@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ import torch
 from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InternalError, MisuseError
+from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
 from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
@@ -50,6 +51,7 @@ class Serving:
         self._root: RootEnvoy | None = None
         self.outbox = Outbox()
         self._traces = Traces(self.outbox)
+        self._groups = Groups()
 
     @property
     def active(self) -> bool:
@@ -139,6 +141,12 @@ class Serving:
             self._ready().remove(known.request_id)
         self.outbox.drop(trace)
 
+    def discard_group(self, group: str, traces: Sequence[str]) -> None:
+        """Forget a trace of several invokes, whether they have started or not."""
+        for trace in traces:
+            self.discard(trace)
+        self._groups.drop(group)
+
     def check_integrity(self) -> str:
         """Empty if nothing is left of earlier traces, else what is."""
         try:
@@ -146,6 +154,8 @@ class Serving:
                 self._hub.check_integrity()
             if self._traces:
                 raise InternalError(f"{len(self._traces)} traces were not collected.")
+            if len(self._groups):
+                raise InternalError(f"{len(self._groups)} traces of several invokes are not over.")
             self.outbox.check_integrity()
         except InternalError as error:
             return str(error)
@@ -158,7 +168,15 @@ class Serving:
         if new.request_id in hub.mediators:
             return  # readmitted after a preemption; the step that it repeats ends it
         payload = msgspec.msgpack.decode(new.payload, type=Payload)
-        launched = launch(payload, hub.tree, self._envoy, self._device(), capture_output=True, limits=self._limits)
+        launched = launch(
+            payload,
+            hub.tree,
+            self._envoy,
+            self._device(),
+            capture_output=True,
+            groups=self._groups,
+            limits=self._limits,
+        )
         launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
         launched.mediator.partial_prompt = new.reuses_prefix
         self._traces.add(payload.trace, Known(new.request_id, launched, in_band=payload.group is None))

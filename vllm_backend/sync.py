@@ -1,7 +1,8 @@
-"""The synchronous backend: one request at a time, run to its end."""
+"""The synchronous backend: the requests of one trace, run to their ends."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -12,8 +13,10 @@ from vllm import RequestOutput, SamplingParams
 from ..envoy.errors import EngineDiedError, MisuseError, PreemptedError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
+from ..tracer.dependencies import ends_before, meets
+from ..tracer.failure import describe
 from ..tracer.prompt import Prompt
-from .engine import Engine
+from .engine import Call, Engine
 from .in_band import unpacked
 from .pickup import receive
 from .request_output import encode_output
@@ -77,12 +80,10 @@ class SyncBackend:
         return self._attempt(payload, request)
 
     def _attempt(self, payload: Payload, request: Request) -> tuple[Reply, RequestOutput]:
-        prompt: dict[str, object] = {"prompt_token_ids": request.prompt.token_ids}
-        if request.prompt.text is not None:
-            prompt["prompt"] = request.prompt.text
+        prompt, params = _prepared(payload, request)
         call = self._engine.call
         try:
-            (output,) = self._engine.generate([prompt], [with_payload(request, payload)])
+            (output,) = self._engine.generate([prompt], [params])
             parcel = unpacked(output).reply
             if parcel is None:  # the block has yet to learn that its request has ended
                 parcel = call("invivo_collect", payload.trace, encode_output(output))
@@ -94,3 +95,53 @@ class SyncBackend:
             raise
         check_output(output)
         return reply, output
+
+    def run_group(self, payloads: Sequence[Payload], requests: Sequence[object]) -> list[tuple[Reply, object]]:
+        """Run the invokes of a trace together; see `tracer.backend.Backend`.
+
+        One that takes values from others is sent when their blocks have ended. A block is collected, which ends it, as
+        soon as its request has ended, and with it those of the blocks that it may still meet at a barrier.
+        """
+        groups = [payload.group for payload in payloads if payload.group is not None]
+        company = meets(groups)
+        outputs: dict[int, RequestOutput] = {}
+        outcomes: dict[int, tuple[Reply, object]] = {}
+
+        def ended(index: int, output: RequestOutput, call: Call) -> Collection[int]:
+            outputs[index] = output
+            for at in sorted(outputs.keys() - outcomes.keys()):
+                if outputs.keys() >= company[at]:
+                    trace = payloads[at].trace
+                    reply = receive(call("invivo_collect", trace, encode_output(outputs[at])), trace, call)
+                    outcomes[at] = _checked(reply, outputs[at]), outputs[at]
+            return outcomes
+
+        prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
+        try:
+            self._engine.generate_all(
+                [prompt for prompt, _ in prepared], [params for _, params in prepared], ends_before(groups), ended
+            )
+        except EngineDiedError:
+            raise
+        except BaseException:
+            self._engine.call("invivo_discard_group", groups[0].trace, [payload.trace for payload in payloads])
+            raise
+        return [outcomes[index] for index in range(len(payloads))]
+
+
+def _prepared(payload: Payload, request: object) -> tuple[dict[str, object], SamplingParams]:
+    """The prompt and sampling parameters as vLLM takes them, with the block in them."""
+    assert isinstance(request, Request), "VLLM.trace makes the request"
+    prompt: dict[str, object] = {"prompt_token_ids": request.prompt.token_ids}
+    if request.prompt.text is not None:
+        prompt["prompt"] = request.prompt.text
+    return prompt, with_payload(request, payload)
+
+
+def _checked(reply: Reply, output: RequestOutput) -> Reply:
+    """The reply of an invoke, with what vLLM made of its request."""
+    try:
+        check_output(output)
+    except MisuseError as error:
+        return structs.replace(reply, failure=reply.failure or describe(error))
+    return reply

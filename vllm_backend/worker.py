@@ -38,4 +38,5 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     worker.invivo_fetch = serving.outbox.fetch
     worker.invivo_drop = serving.outbox.drop
     worker.invivo_discard = serving.discard
+    worker.invivo_discard_group = serving.discard_group
     worker.invivo_check_integrity = serving.check_integrity

@@ -27,9 +27,9 @@ HEAVY = ("torch", "vllm", "transformers", "numpy", "cloudpickle", "msgspec", "ri
 
 PUBLIC = """
     BlockError CaptureError EngineClosedError EngineDiedError ForeignError InternalError InvivoError InvivoWarning
-    LimitError Local MemoryLimitError MisuseError OutsideBlockError PortError PortNotReachedError PortPassedError
-    PreemptedError PromptError SamplingError SaveError SaveLimitError StepError TimeLimitError TransferError
-    UnknownNameError UnsupportedError VLLM VersionError WriteError
+    InvokeError LimitError Local MemoryLimitError MisuseError OutsideBlockError PortError PortNotReachedError
+    PortPassedError PreemptedError PromptError SamplingError SaveError SaveLimitError StepError TimeLimitError
+    TransferError UnknownNameError UnsupportedError VLLM VersionError WriteError
     __version__ errors save
 """.split()
 

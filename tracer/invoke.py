@@ -1,0 +1,116 @@
+"""``with tracer.invoke(prompt):``: one prompt of a trace of several, captured on entry and run with the others."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Self
+
+from .block import Payload
+from .capture import Captured, Site, locate, read
+from .frames import SkipBody, Skipper, bind, release
+from .handed import HandedOn
+from .tracer import Tracer
+
+
+class Invoke(Tracer):
+    """One invoke, as a context manager used once, and the object after its `as`.
+
+    In the block it is the block's tracer; `saves` and `result` are there once the outer `with` has ended.
+
+    Args:
+        request: what the backend makes of the prompt and sampling arguments.
+        seed: seed of the random numbers drawn in the block.
+        captured: called with the invoke once its body is captured; what it raises leaves the `with`.
+
+    Attributes:
+        site: the block; None before the `with`.
+        frame: the frame that holds the `with`, while that is entered.
+        values: the variables that the block reads, while the `with` is entered.
+        payload: what travels, as far as it is known when the body is captured.
+        barriers: the barriers that it refers to.
+        takes: names whose values come from earlier invokes, with the number of that.
+        trace: id of the trace that it belongs to.
+        index: its number among the invokes of that.
+        local: whether its `with` stands in the body of the trace itself, not in a function that is called there.
+    """
+
+    described = "the tracer of another invoke"
+
+    def __init__(self, request: object, seed: int, captured: Callable[[Invoke], None]) -> None:
+        super().__init__()
+        self.request = request
+        self.seed = seed
+        self.site: Site | None = None
+        self.frame: FrameType | None = None
+        self.values = Captured({}, {})
+        self.payload: Payload | None = None
+        self.barriers: tuple[tuple[str, int], ...] = ()
+        self.takes: dict[str, int] = {}
+        self.trace = ""
+        self.index = -1
+        self.local = False
+        self._captured = captured
+        self._skipper: Skipper | None = None
+        self._left = False
+
+    @property
+    def spent(self) -> bool:
+        """Whether its `with` is over."""
+        return self._left
+
+    def __enter__(self) -> Self:
+        """Capture the body.
+
+        Raises:
+            CaptureError, UnknownNameError, TransferError: as in a trace of one prompt.
+        """
+        self.frame = sys._getframe(1)
+        self.site = locate(self.frame, "invoke")
+        self.values = read(self.site, self.frame)
+        self._captured(self)
+        self.values = Captured({}, {})
+        self._skipper = Skipper(self.frame, self.site, self)
+        self._skipper.arm()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Leave stand-ins under the names that the block assigns."""
+        assert self._skipper is not None and self.frame is not None and self.site is not None
+        self._skipper.disarm()
+        self._left = True
+        frame, self.frame = self.frame, None
+        if kind is not None and not issubclass(kind, SkipBody):
+            return False
+        if error is not None:
+            error.__traceback__ = None
+        bind(frame, {name: HandedOn(self.trace, self.index, name) for name in _assigned(self.site, frame)}, ())
+        return True
+
+    def finish(self, saves: dict[str, object], result: object) -> None:
+        """Take in what came home, and let go of what was sent."""
+        super().finish(saves, result)
+        self.request = self.payload = None
+
+    def taken_from(self, other: Invoke) -> list[str]:
+        """Names whose values it takes from another one."""
+        return [name for name, index in self.takes.items() if index == other.index]
+
+
+def _assigned(site: Site, frame: FrameType) -> list[str]:
+    """Names of the caller's scope that the block assigns, but for modules that it imports and the scope has anyway."""
+    imported = _imports(site.tree)
+    scope = frame.f_locals
+    have = {name for name in imported if name in scope or name in frame.f_globals}
+    release(frame, scope)
+    return [name for name in site.stores if name not in site.global_names and name not in have and name != site.tracer]
+
+
+def _imports(tree: ast.With) -> set[str]:
+    """Names that `import` statements of the body bind."""
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return {alias.asname or alias.name.partition(".")[0] for node in statements for alias in node.names}

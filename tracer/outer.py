@@ -1,0 +1,267 @@
+"""``with model.trace(**sampling)`` without a prompt: its body runs here, and the invokes in it run together at the end.
+
+Entering captures the body and skips it like any other. Leaving runs it, rewritten as a block is (`program`), in the
+caller's process: `tracer.invoke` captures, `x.save()` remembers. Then all invokes are sent, and what comes home is
+bound.
+"""
+
+from __future__ import annotations
+
+import sys
+import uuid
+import warnings
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
+
+from ..envoy.active import around_invokes
+from ..envoy.envoy import RootEnvoy
+from ..envoy.errors import InvivoWarning, MisuseError
+from .block import Group, Payload
+from .capture import Captured, Site, locate, read
+from .check import check_names
+from .dependencies import check_barriers
+from .failure import rebuild
+from .frames import SkipBody, Skipper, bind, release
+from .handed import HandedOn
+from .invoke import Invoke
+from .naming import Saved, held, saved_by_name, unheld
+from .outer_tracer import MakeRequest, OuterTracer
+from .packing import encode_values, payload_of
+from .program import SAVE, Program, compile_block
+from .results import unpack
+from .saves import save_method
+from .sharing import Sharing
+from .trace import leave_out, raise_from_block
+
+if TYPE_CHECKING:
+    from .backend import Backend, Reply
+
+_MODULE = ("__name__", "__file__", "__package__", "__spec__", "__loader__")
+
+
+class OuterTrace:
+    """A trace of several prompts, as a context manager; used once.
+
+    Args:
+        model: the model whose Envoys the blocks may use.
+        backend: what runs them.
+        make_request: makes the backend's request, and the block's seed, of the prompt and sampling arguments of an
+            invoke.
+        sampling: sampling arguments of all invokes; those of an invoke go first.
+    """
+
+    def __init__(self, model: RootEnvoy, backend: Backend, make_request: MakeRequest, sampling: dict[str, Any]) -> None:
+        self._model = model
+        self._backend = backend
+        self._tracer = OuterTracer(uuid.uuid4().hex, make_request, sampling, self._take_in)
+        self._frame: FrameType | None = None
+        self._site: Site | None = None
+        self._captured = Captured({}, {})
+        self._skipper: Skipper | None = None
+        self._program: Program | None = None
+        self._sharing = Sharing(model, ())
+        self._saved: list[Saved] = []
+
+    def __enter__(self) -> OuterTracer:
+        """Capture the body.
+
+        Raises:
+            CaptureError: the body cannot be captured.
+            UnknownNameError: it names a module that the model does not have.
+        """
+        frame = sys._getframe(1)
+        site = locate(frame, "outer")
+        self._captured = read(site, frame)
+        values = {**self._captured.globals, **self._captured.locals}
+        check_names(site.tree, values, frozenset(site.stores), site.block.filename)
+        self._sharing = Sharing(self._model, values.values())
+        self._program = compile_block(site.block)
+        self._frame, self._site = frame, site
+        self._skipper = Skipper(frame, site, self._tracer)
+        self._skipper.arm()
+        return self._tracer
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        """Run the body, then all invokes, and bind what was saved.
+
+        Raises:
+            whatever the body raised, or else the first invoke that raised, and the errors of the backend.
+        """
+        assert self._skipper is not None and self._site is not None
+        self._skipper.disarm()
+        frame, self._frame = self._frame, None
+        assert frame is not None
+        if kind is not None and not issubclass(kind, SkipBody):
+            return False
+        if error is not None:
+            error.__traceback__ = None
+        try:
+            scope = self._run_body(frame, self._site)
+            invokes = self._tracer.invokes
+            named = saved_by_name(scope, self._saved)
+            payloads = self._payloads(scope, named)
+            bind(
+                frame,
+                {name: value for name, value in scope.items() if isinstance(value, Invoke) and value in invokes},
+                self._site.global_names,
+            )
+            outcomes = self._backend.run_group(payloads, [invoke.request for invoke in invokes])
+        except BaseException as raised:
+            leave_out(error, raised)
+            raise
+        self._come_home(outcomes, named, frame, self._site)
+        return True
+
+    def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
+        """A value is saved in the body; see `active.Outer`."""
+        self._sharing.save(value)
+        self._saved.append(Saved(value, names, self._line()))
+        return value
+
+    # --- the body
+
+    def _run_body(self, frame: FrameType, site: Site) -> dict[str, object]:
+        assert self._program is not None
+        local, outer = dict(self._captured.locals), dict(self._captured.globals)
+        self._captured = Captured({}, {})
+        if site.block.tracer is not None:
+            (outer if site.block.scope == "module" else local)[site.block.tracer] = self._tracer
+        module = {name: frame.f_globals[name] for name in _MODULE if name in frame.f_globals}
+        with around_invokes(self), self._tracer.open():
+            scope = self._program.run(local, outer, {SAVE: save_method, **module})
+        if not self._tracer.invokes:
+            raise MisuseError(
+                f"{site.block.filename}:{site.block.lineno}: the trace has no prompt, and its body made no invoke, so "
+                "there is nothing to run. Give the prompt to the trace, or to `with tracer.invoke(prompt):` in it."
+            )
+        return scope
+
+    def _line(self) -> int:
+        """The line of the body that runs now."""
+        assert self._program is not None
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and not self._program.runs(frame):
+            frame = frame.f_back
+        return frame.f_lineno if frame is not None else 0
+
+    def _take_in(self, invoke: Invoke) -> None:
+        """An invoke was captured: see what it takes from earlier ones and what it shares, and encode the rest."""
+        assert invoke.site is not None and self._program is not None
+        values = Captured(dict(invoke.values.locals), dict(invoke.values.globals))
+        for names in values:
+            for name, value in list(names.items()):
+                if isinstance(value, HandedOn) and value.trace == invoke.trace and value.name == name:
+                    invoke.takes[name] = value.index
+                    del names[name]
+        frame = invoke.frame
+        while frame is not None and not self._program.runs(frame):
+            frame = frame.f_back
+        if frame is not None:
+            invoke.local = frame is invoke.frame
+            scope = frame.f_locals
+            self._sharing.consider(scope.values())
+            release(frame, scope)
+        self._sharing.consider(values.locals.values())
+        encoded = encode_values(invoke.site, values, self._model, self._sharing.key)
+        invoke.barriers = tuple({**dict(encoded.barriers), **dict(self._sharing.settle())}.items())
+        invoke.payload = payload_of(invoke.site, encoded, invoke.seed)
+
+    def _payloads(self, scope: dict[str, object], named: dict[str, object]) -> list[Payload]:
+        """The payloads, now that it is known what each gives to others."""
+        self._sharing.check_unchanged(scope)
+        home = self._sharing.home(named)
+        invokes = self._tracer.invokes
+        groups = [
+            Group(
+                trace=invoke.trace,
+                index=invoke.index,
+                size=len(invokes),
+                takes=tuple(invoke.takes.items()),
+                gives=tuple(sorted({name for other in invokes for name in other.taken_from(invoke)})),
+                barriers=invoke.barriers,
+                shared=tuple(self._sharing.batches),
+                home=home,
+            )
+            for invoke in invokes
+        ]
+        check_barriers(groups)
+        payloads = []
+        for invoke, group in zip(invokes, groups, strict=True):
+            assert invoke.payload is not None, "it was captured"
+            payloads.append(structs.replace(invoke.payload, group=group))
+        return payloads
+
+    # --- the end
+
+    def _come_home(
+        self, outcomes: list[tuple[Reply, object]], named: dict[str, object], frame: FrameType, site: Site
+    ) -> None:
+        saves: dict[str, object] = {}
+        home = {name: value for name, value in named.items() if not self._sharing.shares(value)}
+        failed: list[int] = []
+        bound: dict[str, object] = {}
+        for invoke, (reply, result) in zip(self._tracer.invokes, outcomes, strict=True):
+            if reply.printed:
+                sys.stdout.write(reply.printed)
+            if reply.learned is not None:
+                self._model.learn(reply.learned)
+            own = unpack(reply.saves)
+            invoke.finish(own, result)
+            saves.update(own)
+            bound.update(own if invoke.local else {})
+            if reply.shared is not None:
+                home.update(unpack(reply.shared))
+            if reply.failure is not None:
+                failed.append(invoke.index)
+        saves.update(home)
+        self._tracer.finish(saves, [result for _, result in outcomes])
+        if not failed:
+            bind(frame, {**bound, **home}, site.global_names)
+        self._warn(outcomes, site, failed, named, home)
+        if failed:
+            failure = outcomes[failed[0]][0].failure
+            assert failure is not None
+            error = rebuild(failure)
+            error.add_note(_where(failed, len(outcomes)))
+            raise_from_block(error, saves)
+
+    def _warn(
+        self,
+        outcomes: list[tuple[Reply, object]],
+        site: Site,
+        failed: list[int],
+        named: dict[str, object],
+        home: dict[str, object],
+    ) -> None:
+        for invoke, (reply, _) in zip(self._tracer.invokes, outcomes, strict=True):
+            assert invoke.site is not None
+            block = invoke.site.block
+            for message, line in reply.warnings:
+                warnings.warn_explicit(message, InvivoWarning, block.filename, line or block.lineno)
+        if failed:
+            return
+        kept = held(named.values())
+        for entry in self._saved:
+            if id(entry.value) not in kept:
+                warnings.warn_explicit(
+                    unheld(entry), InvivoWarning, site.block.filename, entry.line or site.block.lineno
+                )
+        for name, indices in self._tracer.collisions(home).items():
+            shown = ", ".join(map(str, indices[:-1]))
+            warnings.warn_explicit(
+                f"`{name}` was saved by invokes {shown} and {indices[-1]}: the name holds what the last one saved. "
+                "Make a list in front of the invokes (`values = list().save()`) and append to it in each, or name them "
+                "(`with tracer.invoke(...) as first:`) and read `first.saves`.",
+                InvivoWarning,
+                site.block.filename,
+                site.block.lineno,
+            )
+
+
+def _where(failed: list[int], count: int) -> str:
+    others = ", ".join(map(str, failed[1:]))
+    return f"in invoke {failed[0]} of 0 to {count - 1}" + (f"; invokes {others} failed too" if others else "")

@@ -1,0 +1,57 @@
+"""From a captured block to the payload that is sent."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from ..envoy.envoy import RootEnvoy
+from .block import FORMAT, Payload
+from .capture import Captured, Site
+from .check import check_names
+from .codec import Encoded, Key, encode
+
+
+def make_payload(site: Site, captured: Captured, model: RootEnvoy, seed: int) -> Payload:
+    """The payload of a block that is a trace by itself.
+
+    Raises:
+        UnknownNameError: the block names a module that the model does not have.
+        TransferError: it uses a variable that cannot travel.
+    """
+    return payload_of(site, encode_values(site, captured, model), seed)
+
+
+def encode_values(site: Site, captured: Captured, model: RootEnvoy, key: Key | None = None) -> Encoded:
+    """The captured values as bytes, once the names in the block are checked.
+
+    Args:
+        site: the block.
+        captured: what it reads.
+        model: the model that is traced.
+        key: as in `codec.encode`.
+
+    Raises:
+        UnknownNameError, TransferError: as in `make_payload`.
+    """
+    values = {**captured.globals, **captured.locals}
+    check_names(site.tree, values, frozenset(site.stores), site.block.filename)
+    return encode({"local": captured.locals, "global": captured.globals}, model, key)
+
+
+def payload_of(site: Site, encoded: Encoded, seed: int) -> Payload:
+    """The payload of a block whose values are encoded."""
+    return Payload(
+        FORMAT,
+        uuid.uuid4().hex,
+        site.block,
+        encoded.data,
+        encoded.tensors,
+        seed,
+        tuple(sorted(encoded.uses | _imported_random(site.block.source))),
+    )
+
+
+def _imported_random(source: str) -> set[str]:
+    """Random sources that the block itself imports."""
+    return {name for name in ("random", "numpy") if re.search(rf"\b(import|from)\s+{name}\b", source)}
