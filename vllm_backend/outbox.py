@@ -52,8 +52,11 @@ class Outbox:
         except OSError as error:
             _log.warning("invivo sends %d bytes in a message: no shared memory (%s)", reply.saves.nbytes, error)
             return msgspec.msgpack.encode(Parcel(reply, None))
-        self.drop(trace)  # what was sent before, if this takes its place
         with self._changed:
+            before = self._waiting.pop(trace, None)
+            if before is not None:  # this takes its place; the thread closes it
+                before.dropped = True
+                self._waiting[f"{trace}, before {offer.ticket.inode}"] = before
             self._waiting[trace] = offer
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="invivo-outbox", daemon=True)

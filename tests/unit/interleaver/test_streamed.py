@@ -8,11 +8,11 @@ import torch
 from invivo import SaveError
 from invivo.envoy.address import OUTPUT, port_at
 from invivo.interleaver.streamed import Streamed
-from invivo.tracer.results import unpack
+from invivo.tracer.results import from_bytes
 
 
 def taken(streamed: Streamed) -> dict[str, object]:
-    return {name: value for data in streamed.take() for name, value in unpack(data).items()}
+    return {name: value for data in streamed.take() for name, value in from_bytes(data).items()}
 
 
 def test_names() -> None:

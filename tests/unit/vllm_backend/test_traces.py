@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from invivo.envoy.envoy import RootEnvoy
-from invivo.envoy.errors import InternalError, UnsupportedError
+from invivo.envoy.errors import InternalError, PreemptedError
 from invivo.interleaver.hub import Hub
 from invivo.interleaver.launch import Launched
 from invivo.interleaver.mediator import Mediator
@@ -64,6 +64,11 @@ def ends(envoy: Any, mediator: Mediator) -> dict[str, object]:
     return {"h": mediator.save(envoy[0].output, stream=True, names=("h",))}
 
 
+def edits(envoy: Any, mediator: Mediator) -> dict[str, object]:
+    envoy[0].output[:] = 0
+    return {}
+
+
 def goes_on(envoy: Any, mediator: Mediator) -> dict[str, object]:
     step = 0
     while mediator.advance(step):
@@ -88,12 +93,12 @@ def test_the_reply_of_a_block_that_has_ended_goes_once() -> None:
 
 def test_a_block_that_ended_well_and_whose_request_is_computed_again() -> None:
     worker = Worker()
-    worker.add("a", ends)
+    worker.add("a", edits)
     _, before = worker.step("a")["a"]
     _, after = worker.step("a")["a"]
     assert before is not None and after is not None
     assert before.failure is None
-    assert after.failure is not None and after.failure.qualname == UnsupportedError.__qualname__
+    assert after.failure is not None and after.failure.qualname == PreemptedError.__qualname__
     assert after.saves == before.saves
     assert "a" in worker.hub.ended
     worker.leave("a")
