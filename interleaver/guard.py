@@ -33,7 +33,7 @@ from .meter import Meter
 from .watchdog import WATCHDOG, Seen
 
 if TYPE_CHECKING:
-    from .mediator import Saved
+    from ..tracer.naming import Saved
 
 _PATIENCE = 3
 """How often a block may catch the exception and go on."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from .mediator import Saved
+    from ..tracer.naming import Saved
 
 _CHANGING = (list, deque, dict, set)
 _HOLDING = (*_CHANGING, tuple, frozenset)
