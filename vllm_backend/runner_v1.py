@@ -14,7 +14,7 @@ import torch
 
 from ..interleaver.windows import Share, shares
 from .adapter import NewRequest
-from .settings import DONE, ENDED, KEY, SAVES
+from .settings import DONE, ENDED, HELD, KEY, SAVES
 
 if TYPE_CHECKING:
     from .compat import ModelRunnerOutput, SamplerOutput, SchedulerOutput
@@ -76,7 +76,9 @@ class RunnerV1(_Runner):
         if not self.serving.active:
             return output
         cargo = self.serving.cargo()
-        for name, told in ((SAVES, cargo), (ENDED, self.serving.ended), (DONE, self.serving.done)):
+        serving = self.serving
+        told_all = ((SAVES, cargo), (ENDED, serving.ended), (DONE, serving.done), (HELD, serving.held))
+        for name, told in told_all:
             if told:
                 setattr(output, name, told)
         return output

@@ -64,6 +64,11 @@ class Serving:
         return frozenset(self._hub.ended) if self._hub is not None else frozenset()
 
     @property
+    def held(self) -> frozenset[str]:
+        """Requests whose blocks stand at a barrier."""
+        return self._hub.held if self._hub is not None else frozenset()
+
+    @property
     def done(self) -> frozenset[str]:
         """Requests whose blocks have ended; they may still generate."""
         if self._hub is None:
