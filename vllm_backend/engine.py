@@ -118,6 +118,13 @@ class Engine(Lifecycle[LLM]):
         with self._used(), alive():
             return _call(self.start(), method, *args)
 
+    def settle(self) -> None:
+        """See `Lifecycle`; an engine in this process makes a step only when it is asked to."""
+        with self._used():
+            engine = self.start().llm_engine
+            if hasattr(engine.engine_core, "engine_core") and not engine.has_unfinished_requests():
+                engine.step()
+
     @contextmanager
     def _used(self) -> Iterator[None]:
         """Keep the engine to this thread, and to one use: a signal handler may come in the middle of one."""

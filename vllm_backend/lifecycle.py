@@ -59,6 +59,9 @@ class Lifecycle(ABC, Generic[T]):
             EngineDiedError: the engine's process is gone.
         """
 
+    def settle(self) -> None:
+        """Have the worker take note of requests that have just ended; most engines do so by themselves."""
+
     @property
     def running(self) -> bool:
         """Whether the engine is up."""

@@ -205,6 +205,7 @@ class VLLM(RootEnvoy):
 
     def check_integrity(self) -> None:
         """Assert that an idle engine holds nothing of earlier traces. Raises `InternalError`."""
+        self._engine.settle()
         latest = monotonic() + _SETTLED
         while left := self._engine.call("invivo_check_integrity"):
             if monotonic() > latest:
