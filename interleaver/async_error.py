@@ -23,9 +23,6 @@ _set = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.py_object)(
 _set_quietly = ctypes.PYFUNCTYPE(None, ctypes.c_ulong, ctypes.py_object)(
     ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
 )
-_clear = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_ulong, ctypes.c_void_p)(
-    ("PyThreadState_SetAsyncExc", ctypes.pythonapi)
-)
 
 SIGNAL = getattr(signal, "SIGRTMAX", None)
 """A signal that nothing else uses: the last of those that have no meaning of their own."""
@@ -36,9 +33,22 @@ def raise_in(thread: int, kind: _Kind) -> None:
     _set(thread, kind)
 
 
-def take_back(thread: int) -> None:
-    """Have a thread not raise what `raise_in` asked for, if it has not yet."""
-    _clear(thread, None)
+class _TakenBack(BaseException):
+    """Takes the place of an exception that is still to come."""
+
+
+def take_back() -> None:
+    """Have the current thread not raise what `raise_in` asked for, if it has not yet.
+
+    It raises something else instead, here. To ask for nothing (a null pointer) would leave the interpreter's flag up
+    that says that something is to be raised; CPython 3.11 then never leaves the first call under a trace function.
+    """
+    try:
+        _set(threading.get_ident(), _TakenBack)
+        while True:
+            pass
+    except _TakenBack:
+        return
 
 
 def again_when_caught(thread: int, kind: _Kind) -> Any:

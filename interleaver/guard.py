@@ -146,7 +146,7 @@ class Guard:
     def _after(self, block: greenlet.greenlet, given: object) -> object:
         """After a turn that `stop` was called in: the block must end if it has not."""
         with self._lock:  # `stop` is done then
-            take_back(self._thread)
+            take_back()
         while self.error is not None and block and self._thrown < _PATIENCE:
             self._thrown += 1
             self.turn(block, None, self.kind())

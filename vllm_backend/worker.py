@@ -30,7 +30,7 @@ def attach(wrapper: WorkerWrapperBase) -> None:
             "vLLM's V1 runner only. Set VLLM_USE_V2_MODEL_RUNNER=0 for this engine."
         )
     runner.__class__ = type(f"Traced{kind.__name__}", (RunnerV1, kind), {})
-    config = wrapper.vllm_config
+    config: Any = wrapper.vllm_config
     limits = limits_of(config.additional_config)
     serving = Serving(AdapterV1(runner), config.model_config.get_vocab_size(), limits)
     runner.serving = serving

@@ -16,7 +16,7 @@ import torch
 from invivo import InternalError, LimitError, Local, MemoryLimitError, TimeLimitError
 from invivo.envoy.envoy import RootEnvoy
 from invivo.interleaver import watchdog
-from invivo.interleaver.async_error import SIGNAL
+from invivo.interleaver.async_error import SIGNAL, raise_in, take_back
 from invivo.interleaver.guard import Guard, OverLimit
 from invivo.interleaver.hub import Hub
 from invivo.interleaver.limits import Limits
@@ -316,3 +316,26 @@ def test_in_a_batch_only_the_block_that_is_over_its_limit_ends(run: Any) -> None
         hub.check_integrity()
 
     run(check)
+
+
+@pytest.mark.timeout(30)
+def test_what_was_taken_back_leaves_nothing_in_the_interpreter() -> None:
+    """A flag of the interpreter that stayed up would keep it from ever entering a function under a trace function."""
+    raised = []
+
+    def run() -> None:
+        try:
+            raise_in(threading.get_ident(), KeyError)
+            take_back()
+        except KeyError:  # it was quicker
+            return
+        sys.settrace(lambda frame, event, arg: raised.append(event))
+        try:
+            len(str(threading.current_thread()))
+        finally:
+            sys.settrace(None)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
