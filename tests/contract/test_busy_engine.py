@@ -6,6 +6,7 @@ holds a few hundred tokens, so nearly everything that a scheduler can do to a re
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,14 +40,22 @@ ENGINE: dict[str, Any] = {
 
 @dataclass
 class Seen:
-    """What the scheduler did."""
+    """What the scheduler did, and what it is made to do.
+
+    Attributes:
+        steps: number of tokens of each request, by engine step.
+        preempted: how many traced and plain requests were.
+        to_preempt: how many times a traced request is to be preempted once it has two tokens.
+    """
 
     steps: list[dict[str, int]] = field(default_factory=list)
     preempted: Counter[str] = field(default_factory=Counter)
+    to_preempt: int = 0
 
     def clear(self) -> None:
         self.steps.clear()
         self.preempted.clear()
+        self.to_preempt = 0
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +73,11 @@ def busy() -> Iterator[tuple[VLLM, Seen]]:
             schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
             def watched(*args: Any) -> Any:
+                for request in [*scheduler.running]:
+                    if seen.to_preempt and request.num_output_tokens >= 2 and request.request_id in scheduler._traced:
+                        seen.to_preempt -= 1
+                        scheduler.running.remove(request)
+                        scheduler._preempt_request(request, time.monotonic())
                 output = schedule(*args)
                 seen.steps.append(dict(output.num_scheduled_tokens))
                 return output
@@ -229,6 +243,46 @@ def test_the_error_of_a_preemption_says_what_to_do(busy: tuple[VLLM, Seen]) -> N
     assert seen.preempted["traced"] > 0 and errors
     assert all(isinstance(error, PreemptedError) for error in errors)
     assert "memory for keys and values ran out" in str(errors[0]) and "max_num_seqs" in str(errors[0])
+
+
+def edited_run(model: VLLM) -> tuple[list[torch.Tensor], list[int]]:
+    """A trace that edits in every step: what it read, and its tokens."""
+    with model.trace(list(range(3, 43)), max_tokens=6, temperature=0, ignore_eos=True) as tracer:
+        seen = save([])
+        for _ in tracer.iter[:]:
+            model.model.layers[0].output[0][:] += 0.25
+            seen.append(model.model.norm.output[0])
+        tokens = list(tracer.result.outputs[0].token_ids)
+        save(tokens)
+    return seen, tokens
+
+
+def test_a_trace_that_is_preempted_is_run_again(busy: tuple[VLLM, Seen]) -> None:
+    model, seen = busy
+    expected, tokens = edited_run(model)
+    seen.to_preempt = 2
+    found, again = edited_run(model)
+    assert seen.preempted["traced"] == 2
+    assert again == tokens
+    assert len(found) == 6 and all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_trace_that_is_preempted_again_and_again_ends(busy: tuple[VLLM, Seen]) -> None:
+    model, seen = busy
+    seen.to_preempt = 3
+    with pytest.raises(PreemptedError, match="had to end before step 2"):
+        edited_run(model)
+    assert seen.preempted["traced"] == 3
+
+
+def test_a_trace_that_reads_goes_on_after_every_preemption(busy: tuple[VLLM, Seen]) -> None:
+    model, seen = busy
+    one = One(tuple(range(9, 49)), 6, read, 0)
+    expected = one.alone(model)
+    seen.to_preempt = 3
+    found = one.alone(model)
+    assert seen.preempted["traced"] == 3
+    assert differences(one, found, expected) == []
 
 
 def test_untraced_requests_are_preempted_first(busy: tuple[VLLM, Seen]) -> None:
