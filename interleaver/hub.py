@@ -15,7 +15,7 @@ from threading import get_ident
 import torch
 
 from ..envoy.address import LOGITS, SAMPLES, Port
-from ..envoy.errors import InternalError, PortNotReachedError, PreemptedError, UnsupportedError
+from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws
 from .hooks import StepHooks
@@ -23,7 +23,7 @@ from .mediator import BarrierWait, Mediator, StepWait
 from .meetings import Meetings
 from .recorder import Recorder
 from .values import Held, copy_rows, map_tensors, put_rows
-from .windows import Share
+from .windows import Share, broken
 
 ModuleCall = Callable[[torch.nn.Module, "tuple[object, ...]", "dict[str, object]"], object]
 
@@ -245,10 +245,11 @@ class Hub:
             prefix = mediator.partial_prompt and not expected and share.ends_with(0)
             again = expected and not mediator.edited and share.step in (None, 0)
             if not prefix and not again:
-                self._end_with(mediator, request, _broken(share, expected))
+                self._end_with(mediator, request, broken(share, expected))
                 return
             if again:  # after a preemption, and nothing that is computed once more was edited
                 if not share.ends_with(expected):
+                    self._shares = {key: other for key, other in self._shares.items() if key != request}
                     return
                 share = share.last_of(expected)
         self._steps[request] = expected
@@ -386,16 +387,3 @@ class Hub:
             f"({'after all modules' if late else f'place {self._place} in execution order'}), and {port} is at place "
             f"{places[-1]}. Read ports in execution order, and keep what you read in a variable."
         )
-
-
-def _broken(share: Share, expected: int) -> UnsupportedError:
-    """Why a block cannot go on with rows that are not the step that it expects."""
-    if expected and share.step in (None, 0):
-        return PreemptedError(
-            f"this trace had to end before step {expected}: memory for keys and values ran out, and the engine threw "
-            "this request's away to compute them again later. The block's edits would be missing from them. Give the "
-            "engine more memory (`kv_cache_memory_bytes`, `gpu_memory_utilization`) or fewer requests at a time "
-            "(`max_num_seqs`)."
-        )
-    reason = share.reason or f"the engine computed step {share.step} again, where step {expected} was due"
-    return UnsupportedError(f"this trace had to end: {reason}. A block sees each step once and whole.")

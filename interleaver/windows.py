@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..envoy.errors import PreemptedError, UnsupportedError
+
 
 class Window(NamedTuple):
     """Rows ``start`` to ``start + length`` of tensors whose row dimension has ``total`` rows."""
@@ -94,3 +96,16 @@ def step_of(computed: int, count: int, prompt_length: int) -> tuple[int | None, 
         f"{count} tokens from position {computed} on were computed in one go (prompt of {prompt_length} tokens), as "
         "after a preemption"
     )
+
+
+def broken(share: Share, expected: int) -> UnsupportedError:
+    """Why a block cannot go on with rows that are not the step that it expects."""
+    if expected and share.step in (None, 0):
+        return PreemptedError(
+            f"this trace had to end before step {expected}: memory for keys and values ran out, and the engine threw "
+            "this request's away to compute them again later. The block's edits would be missing from them. Give the "
+            "engine more memory (`kv_cache_memory_bytes`, `gpu_memory_utilization`) or fewer requests at a time "
+            "(`max_num_seqs`)."
+        )
+    reason = share.reason or f"the engine computed step {share.step} again, where step {expected} was due"
+    return UnsupportedError(f"this trace had to end: {reason}. A block sees each step once and whole.")

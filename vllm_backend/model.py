@@ -140,9 +140,12 @@ class VLLM(RootEnvoy):
             sampling_params(dict(sampling))
             return OuterTrace(self, SyncBackend(engine), self._request, given)
         backend = AsyncBackend(engine) if isinstance(engine, AsyncEngine) else SyncBackend(engine)
-        return Trace(self, backend, *self._request((prompt,), given))
+        samples = not isinstance(engine, AsyncEngine)
+        return Trace(self, backend, *self._request((prompt,), given, samples=samples))
 
-    def _request(self, prompt: tuple[object, ...], given: dict[str, Any]) -> tuple[object, int]:
+    def _request(
+        self, prompt: tuple[object, ...], given: dict[str, Any], *, samples: bool = False
+    ) -> tuple[object, int]:
         """What the backend runs for a prompt, and the seed of its block."""
         from .async_engine import AsyncEngine
         from .asynchronous import check_streams
@@ -152,7 +155,7 @@ class VLLM(RootEnvoy):
         if len(prompt) != 1:
             raise PromptError(f"a request has one prompt, and this got {len(prompt)}: make an invoke of each.")
         reuse_prefix = bool(given.pop("reuse_prefix"))
-        params = sampling_params(given)
+        params = sampling_params(given, samples=samples)
         if isinstance(self._engine, AsyncEngine):
             check_streams(params)
         tokens = tokenize(prompt[0], self._tokenizer_for(prompt[0]), self._model_config.get_vocab_size())

@@ -20,6 +20,7 @@ from .engine import Call, Engine
 from .in_band import unpacked
 from .pickup import receive
 from .request_output import encode_output
+from .samples import joined, split
 from .settings import KEY
 
 _ATTEMPTS = 3
@@ -68,33 +69,44 @@ class SyncBackend:
     def run(self, payload: Payload, request: object) -> tuple[Reply, RequestOutput]:
         """Send the block with its request, wait, and fetch the reply if it did not come along.
 
-        A run that was preempted after an edit is run again from its prompt, with the block from its beginning; nothing
-        of it was handed out.
+        With ``n`` there are as many requests, at once, and what comes home is that of all (`samples.joined`). A run
+        that was preempted after an edit is run again from its prompt, with the block from its beginning; nothing of it
+        was handed out.
         """
         assert isinstance(request, Request), "VLLM.trace makes the request"
+        samples = split(payload, request)
+        done = self._attempt(samples)
         for _ in range(_ATTEMPTS - 1):
-            reply, output = self._attempt(payload, request)
-            if reply.failure is None or reply.failure.qualname != PreemptedError.__qualname__:
-                return reply, output
-            payload = structs.replace(payload, trace=uuid4().hex)
-        return self._attempt(payload, request)
+            again = [at for at, (reply, _) in enumerate(done) if _was_preempted(reply)]
+            if not again:
+                break
+            fresh = [(structs.replace(samples[at][0], trace=uuid4().hex), samples[at][1]) for at in again]
+            for at, outcome in zip(again, self._attempt(fresh), strict=True):
+                done[at] = outcome
+        return joined(done)
 
-    def _attempt(self, payload: Payload, request: Request) -> tuple[Reply, RequestOutput]:
-        prompt, params = _prepared(payload, request)
+    def _attempt(self, samples: Sequence[tuple[Payload, Request]]) -> list[tuple[Reply, RequestOutput]]:
+        prepared = [_prepared(payload, request) for payload, request in samples]
         call = self._engine.call
+        left = [payload.trace for payload, _ in samples]
+        done = []
         try:
-            (output,) = self._engine.generate([prompt], [params])
-            parcel = unpacked(output).reply
-            if parcel is None:  # the block has yet to learn that its request has ended
-                parcel = call("invivo_collect", payload.trace, encode_output(output))
-            reply = receive(parcel, payload.trace, call)
+            outputs = self._engine.generate([prompt for prompt, _ in prepared], [params for _, params in prepared])
+            for output in outputs:
+                parcel = unpacked(output).reply
+                if parcel is None:  # the block has yet to learn that its request has ended
+                    parcel = call("invivo_collect", left[0], encode_output(output))
+                done.append((receive(parcel, left[0], call), output))
+                del left[0]
         except EngineDiedError:
             raise
         except BaseException:
-            call("invivo_discard", payload.trace)
+            for trace in left:
+                call("invivo_discard", trace)
             raise
-        check_output(output)
-        return reply, output
+        for output in outputs:
+            check_output(output)
+        return done
 
     def run_group(self, payloads: Sequence[Payload], requests: Sequence[object]) -> list[tuple[Reply, object]]:
         """Run the invokes of a trace together; see `tracer.backend.Backend`.
@@ -127,6 +139,10 @@ class SyncBackend:
             self._engine.call("invivo_discard_group", groups[0].trace, [payload.trace for payload in payloads])
             raise
         return [outcomes[index] for index in range(len(payloads))]
+
+
+def _was_preempted(reply: Reply) -> bool:
+    return reply.failure is not None and reply.failure.qualname == PreemptedError.__qualname__
 
 
 def _prepared(payload: Payload, request: object) -> tuple[dict[str, object], SamplingParams]:

@@ -76,9 +76,6 @@ def test_sampling_parameters_that_a_trace_cannot_have(smollm2: Any) -> None:
     from vllm import SamplingParams
 
     model = smollm2
-    with pytest.raises(UnsupportedError, match="a trace is one request"):
-        with model.trace(PROMPT, n=2, temperature=1.0):
-            pass
     with pytest.raises(UnsupportedError, match=r"Use `stop_token_ids`, or `tracer\.stop\(\)`"):
         with model.trace(PROMPT, stop=["\n"]):
             pass

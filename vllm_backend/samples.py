@@ -1,0 +1,59 @@
+"""Several samples of one prompt (``n``): a request and a block for each, as vLLM makes requests of its own for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from msgspec import structs
+from vllm import RequestOutput
+
+from ..tracer.backend import Reply
+from ..tracer.block import Payload
+from ..tracer.results import pack, unpack
+
+if TYPE_CHECKING:
+    from .sync import Request
+
+
+def split(payload: Payload, request: Request) -> list[tuple[Payload, Request]]:
+    """One block and request for each sample.
+
+    A given seed is counted up from sample to sample, for the sampling as vLLM does it, and for the blocks as well.
+    """
+    if request.params.n == 1:
+        return [(payload, request)]
+    found = []
+    for index in range(request.params.n):
+        params = request.params.clone()
+        params.n = 1
+        if params.seed is not None:
+            params.seed += index
+        own = structs.replace(payload, trace=uuid4().hex, seed=payload.seed + index)
+        found.append((own, request._replace(params=params)))
+    return found
+
+
+def joined(samples: Sequence[tuple[Reply, RequestOutput]]) -> tuple[Reply, RequestOutput]:
+    """The samples as one: lists of saves, one output with a completion for each.
+
+    A save is a list with one value for each sample, None where a block did not get to it. The first failure counts.
+    """
+    if len(samples) == 1:
+        return samples[0]
+    replies = [reply for reply, _ in samples]
+    saves = [unpack(reply.saves) for reply in replies]
+    names = dict.fromkeys(name for one in saves for name in one)
+    reply = Reply(
+        pack({name: [one.get(name) for one in saves] for name in names}),
+        next((reply.failure for reply in replies if reply.failure is not None), None),
+        "".join(reply.printed for reply in replies),
+        tuple(dict.fromkeys(warning for reply in replies for warning in reply.warnings)),
+        next((reply.learned for reply in replies if reply.learned is not None), None),
+    )
+    output = samples[0][1]
+    output.outputs = [completion for _, one in samples for completion in one.outputs]
+    for index, completion in enumerate(output.outputs):
+        completion.index = index
+    return reply, output
