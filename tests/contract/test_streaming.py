@@ -206,6 +206,24 @@ def test_many_traces_on_one_loop_and_on_the_next(async_smollm2: Any) -> None:
     assert not same(first[0][-1], first[1][-1])
 
 
+def test_all_records_of_32_requests_at_once_arrive(async_smollm2: Any) -> None:
+    """Field report F32: all layers of each, which comes to 960 records."""
+    model = async_smollm2
+
+    def start(number: int) -> Any:
+        with model.trace([17, 31, 5, 100 + number], max_tokens=2, temperature=0, ignore_eos=True) as tracer:
+            states = [layer.output[0] for layer in model.model.layers].save()
+        return tracer
+
+    async def main() -> list[dict[str, Any]]:
+        return await asyncio.gather(*(start(number).backend.collect() for number in range(32)))
+
+    saves = run(main())
+    assert [len(one["states"]) for one in saves] == [30] * 32
+    alone = run(start(7).backend.collect())
+    assert all(same(one, other) for one, other in zip(saves[7]["states"], alone["states"], strict=True))
+
+
 def test_a_trace_that_was_started_without_a_loop_and_taken_on_two(async_smollm2: Any) -> None:
     tracer = streamed_trace(async_smollm2)
     outputs = tracer.backend.__aiter__()
