@@ -82,8 +82,9 @@ class _TraceRules(_Scheduler):
         self._ended: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()
         self._taken: dict[str, int] = {}
-        self._cut: Request | None = None
         self._favoured: Request | None = None
+        self._passed_over: str | None = None
+        self._yielded = False
         self._idle = 0
         self._watch_blocks()
         self._transit = Transit()
@@ -104,10 +105,11 @@ class _TraceRules(_Scheduler):
         if not self._traced:
             return super().schedule(throttle_prefills)
         self._taken.clear()
-        self._favoured, self._cut = self._cut, None
-        if self._favoured is not None and self._favoured.request_id not in self.requests:
-            self._favoured = None
-        out = self._left_out()
+        first = next((request for request in self.waiting if self._must_be_whole(request)), None)
+        out = {request.request_id for request in self.running if request.request_id in self._held}
+        if first is not None and first.request_id == self._passed_over and not self._yielded and self._fits(first, out):
+            self._favoured = first
+            out |= self._left_out(first, out)
         order = sorted(self.running, key=self._untraced) if self.policy == SchedulingPolicy.FCFS else [*self.running]
         self.running = [request for request in order if request.request_id not in out]
         output = super().schedule(throttle_prefills)
@@ -118,8 +120,8 @@ class _TraceRules(_Scheduler):
             self.running = [request for request in order if request.request_id in kept] + [
                 request for request in self.running if request.request_id not in known
             ]
-        if self._favoured is not None and self._favoured.request_id not in output.num_scheduled_tokens:
-            self._cut = None  # it was not for want of tokens, so the others are not held up for it again
+        self._yielded = self._favoured is not None
+        self._passed_over = first.request_id if first is not None and first.request_id not in self._taken else None
         self._favoured = None
         self._break_deadlock(output)
         return output
@@ -175,30 +177,35 @@ class _TraceRules(_Scheduler):
         if favoured is not None and request is not favoured and favoured.request_id not in self._taken:
             return False
         if request.request_id not in self._traced or request.num_preemptions:
-            return True  # one that was preempted is only computed to end with an error
+            return True  # what is computed once more may come in pieces
         if self._members.waits(request.request_id, self._held):
             return False
-        left = self.max_num_scheduled_tokens - sum(self._taken.values())
-        if request.num_tokens <= left:
-            return True
-        self._cut = self._cut or request
-        return False
+        return bool(request.num_tokens <= self.max_num_scheduled_tokens - sum(self._taken.values()))
+
+    def _must_be_whole(self, request: Request) -> bool:
+        """Whether a waiting request can begin, and has to with its whole prompt."""
+        return (
+            request.request_id in self._traced
+            and not request.num_preemptions
+            and not self._members.waits(request.request_id, self._held)
+        )
 
     def _untraced(self, request: Request) -> bool:
         return request.request_id not in self._traced
 
-    def _left_out(self) -> set[str]:
-        """Running requests that get no tokens in this engine step."""
-        held = {request.request_id for request in self.running if request.request_id in self._held}
-        favoured = self._favoured
-        if favoured is None or len(self.running) - len(held) >= self.max_num_active_reqs:
-            return held
+    def _fits(self, request: Request, held: set[str]) -> bool:
+        """Whether a request only waits for tokens: there is a place and memory for it."""
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size
+        return len(self.running) - len(held) < self.max_num_active_reqs and request.num_tokens <= free
+
+    def _left_out(self, favoured: Request, held: set[str]) -> set[str]:
+        """Running requests that get no tokens in this engine step, so that there are enough for one that waits."""
         running = [
             (request.request_id, request.num_tokens_with_spec - request.num_computed_tokens)
             for request in self.running
             if request.request_id not in held
         ]
-        return held | left_out(favoured.num_tokens, self.max_num_scheduled_tokens, running)
+        return left_out(favoured.num_tokens, self.max_num_scheduled_tokens, running)
 
     def _break_deadlock(self, output: SchedulerOutput) -> None:
         """End requests that wait at a barrier for others that can never be scheduled beside them."""

@@ -116,7 +116,7 @@ def test_two_hundred_requests(busy: tuple[VLLM, Seen]) -> None:
     requests = crowd(3, 200, traced=0.5, longest=230, longest_traced=BUDGET)
     assert {request.block for request in requests} == {None, *BLOCKS}
     check(model, requests)
-    assert seen.preempted["plain"] > 10
+    assert seen.preempted["plain"] > 5
 
 
 @settings(max_examples=8)
@@ -152,12 +152,13 @@ def test_a_prompt_over_the_budget_is_refused_before_it_is_sent(busy: tuple[VLLM,
     assert not seen.steps
 
 
-def test_a_traced_prompt_is_not_starved_by_a_stream_of_others(busy: tuple[VLLM, Seen]) -> None:
+@pytest.mark.parametrize("length", [100, 220])
+def test_a_traced_prompt_is_not_starved_by_a_stream_of_others(busy: tuple[VLLM, Seen], length: int) -> None:
     """The others would fill every step; it begins when the requests before it leave room, not after all of them."""
     model, seen = busy
     batch = Batch(model)
     for start in range(40):
-        prompt = {"prompt_token_ids": list(range(start + 1, start + 101))}
+        prompt = {"prompt_token_ids": list(range(start + 1, start + 1 + length))}
         batch.plain(prompt, max_tokens=1, temperature=0, ignore_eos=True)
         if start == 3:
             read(model, batch.traced(list(range(5, 125)), max_tokens=1, temperature=0, ignore_eos=True), 0)
