@@ -113,7 +113,7 @@ def test_a_killed_client_leaves_no_process(tmp_path: Path) -> None:
         assert not still_there(processes)
 
 
-@pytest.mark.parametrize("who", ["core", "worker"])
+@pytest.mark.parametrize("who", ["core", pytest.param("worker", marks=pytest.mark.slow)])
 def test_an_engine_killed_while_outputs_come(tmp_path: Path, who: str) -> None:
     script = start_script(tmp_path / "killed.py", script_of(tmp_path, KILLED_ENGINE, who=who))
     stdout, stderr = script.communicate(timeout=200)
@@ -121,7 +121,14 @@ def test_an_engine_killed_while_outputs_come(tmp_path: Path, who: str) -> None:
     assert "all is well" in stdout
 
 
-@pytest.mark.parametrize("then", ["pass", "sys.exit(3)", "model.close(); task.cancel()"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        "pass",
+        pytest.param("sys.exit(3)", marks=pytest.mark.slow),
+        pytest.param("model.close(); task.cancel()", marks=pytest.mark.slow),
+    ],
+)
 def test_a_client_that_ends_leaves_no_process(tmp_path: Path, then: str) -> None:
     script = start_script(tmp_path / "ends.py", script_of(tmp_path, ENDS, then=then))
     stdout, stderr = script.communicate(timeout=200)

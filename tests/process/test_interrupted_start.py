@@ -27,7 +27,7 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_an_interrupt_while_the_engine_starts(tmp_path: Path, mode: str) -> None:
     path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
     script = start_script(

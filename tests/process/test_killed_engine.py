@@ -48,7 +48,7 @@ print("all is well")
 """
 
 
-@pytest.mark.parametrize("who", ["core", "worker"])
+@pytest.mark.parametrize("who", ["core", pytest.param("worker", marks=pytest.mark.slow)])
 def test_an_engine_killed_in_the_middle_of_a_trace(tmp_path: Path, who: str) -> None:
     path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
     source = SCRIPT.format(path=path, engine=ENGINE | {"max_model_len": 128}, who=who)

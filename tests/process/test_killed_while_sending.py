@@ -64,7 +64,7 @@ model.close()
 """
 
 
-@pytest.mark.parametrize("who", ["client", "engine"])
+@pytest.mark.parametrize("who", ["client", pytest.param("engine", marks=pytest.mark.slow)])
 def test_killed_while_saves_are_copied(tmp_path: Path, who: str) -> None:
     path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
     source = SCRIPT.format(path=path, engine=ENGINE | {"max_model_len": 128}, who=who)
