@@ -12,7 +12,6 @@ import time
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
@@ -22,7 +21,7 @@ from invivo.tracer.block import Payload
 from invivo.tracer.results import pack, unpack
 from invivo.vllm_backend.pickup import receive
 from invivo.vllm_backend.request_output import encode_output
-from invivo.vllm_backend.settings import KEY
+from invivo.vllm_backend.sync import with_payload
 from measure import Figure
 
 SIZE = 100_000_000
@@ -77,14 +76,12 @@ def _round(model: Any) -> tuple[list[float], list[float], list[float]]:
     for number in range(TRACES):
         trace = model.trace([17, 31, number], max_tokens=1)
         trace._backend = taking
-        with trace:
+        with trace as tracer:
             saved = torch.full((SIZE // 4,), 1.5)
             saved.save()
-        params = taking.request.params.clone()
-        params.extra_args = {KEY: msgspec.msgpack.encode(taking.payload)}
-        params.skip_reading_prefix_cache = True
-        prompt = {"prompt_token_ids": taking.request.prompt.token_ids, "cache_salt": taking.payload.trace}
-        engine.add_request(taking.payload.trace, prompt, params)
+            tracer.result  # the block ends, and its reply is made, when that is fetched
+        prompt = {"prompt_token_ids": taking.request.prompt.token_ids}
+        engine.add_request(taking.payload.trace, prompt, with_payload(taking.request, taking.payload))
     return _watched(model, engine)
 
 

@@ -147,7 +147,9 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", ["falls off its end", "raises", *(pytest.param(end, marks=pytest.mark.slow) for end in ("exits", "closes"))]
+)
 def test_a_plain_script_leaves_no_process(tmp_path: Path, end: str) -> None:
     """F5 and F6 too: the first trace starts the engine, at the top level of a script, without an `if __name__`."""
     path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
