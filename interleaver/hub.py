@@ -144,15 +144,29 @@ class Hub:
         self._thread = get_ident()
         present = [(request, share) for request, share in shares.items() if request in self.mediators]
         present.sort(key=lambda item: self.mediators[item[0]].index)  # blocks of one trace, in their order
-        if present and self._learned is None:
+        for request, share in present:
+            self._guarded(lambda request=request, share=share: self._begin(request, share))  # type: ignore[misc]
+        if self._learned is None and self.needs_modules:
+            SEAT.leave()
             self._recorder = Recorder()
             self._places = self._recorder.places
             self._random = torch.get_rng_state()
             self._hooks.watch_all()
-        for request, share in present:
-            self._guarded(lambda request=request, share=share: self._begin(request, share))  # type: ignore[misc]
         if self._draws:
             SEAT.leave()
+
+    @property
+    def needs_modules(self) -> bool:
+        """Whether a block waits for a module in this step. If not, the forward may run without hooks."""
+        return len(self._hooks) > 0
+
+    def pad(self, total: int) -> None:
+        """The tensors of this step have `total` rows, some of them behind those of all requests."""
+        if self._rows() in (None, total):
+            return
+        self._shares = {request: share.padded(total) for request, share in self._shares.items()}
+        for mediator in self.mediators.values():
+            mediator.share = mediator.share.padded(total)
 
     def forward_done(self) -> None:
         """The forward is over: from here on each request has one row, for logits and samples."""
@@ -380,10 +394,16 @@ class Hub:
             passed = self._now is not None and self._now.kind == SAMPLES and port.kind == LOGITS
             return None if not passed else f"{port} has passed: the model is at {self._now}, which comes after it."
         places = self._places.get(port)
-        if not places or (places[-1] > self._place and not late):
+        if not places:
+            if self._learned is not None or not late:
+                return None
+            its_place = f"{port}, like those of all modules, comes before"
+        elif places[-1] > self._place and not late:
             return None
+        else:
+            its_place = f"{port} is at place {places[-1]}"
         return (
             f"{port} has passed: the model is at {self._now} "
-            f"({'after all modules' if late else f'place {self._place} in execution order'}), and {port} is at place "
-            f"{places[-1]}. Read ports in execution order, and keep what you read in a variable."
+            f"({'after all modules' if late else f'place {self._place} in execution order'}), and {its_place}. "
+            "Read ports in execution order, and keep what you read in a variable."
         )

@@ -43,6 +43,10 @@ class Share(NamedTuple):
         """Whether the last of its rows is the last row of a step."""
         return self.rows is not None and self.position + self.rows.length == self.prompt + step
 
+    def padded(self, total: int) -> Share:
+        """The same rows in tensors of `total` rows."""
+        return self if self.rows is None else self._replace(rows=self.rows._replace(total=total))
+
     def last_of(self, step: int) -> Share:
         """The row of a later step alone, where all before it is computed again."""
         assert self.rows is not None and self.ends_with(step), "the row is there"

@@ -31,6 +31,7 @@ ENGINE: dict[str, Any] = {
     "max_model_len": 256,
     "max_num_seqs": 4,
     "kv_cache_memory_bytes": 256 << 20,
+    "enforce_eager": True,  # compiling takes a minute, and the demo less
     "disable_log_stats": True,
     "use_tqdm_on_load": False,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -50,8 +51,12 @@ class RunnerAdapter(Protocol):
         """Zero the key-value blocks of a request, before this engine step hands them to another one."""
         ...
 
-    def shares(self, padded: int) -> Mapping[str, Share]:
+    def shares(self, rows: int) -> Mapping[str, Share]:
         """Rows and step of every request of this engine step, once the runner has prepared its inputs."""
+        ...
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """A context in which the forward runs module by module, however the model was compiled."""
         ...
 
     def model(self) -> torch.nn.Module:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..envoy.address import suggestion
 from ..envoy.errors import MisuseError, UnsupportedError
 from ..interleaver.limits import Limits
-from .compat import EngineArgs
+from .compat import CompilationMode, EngineArgs
 from .settings import KEY, SCHEDULER, settings
+
+if TYPE_CHECKING:
+    from .compat import VllmConfig
 
 _WRONG_UNDER = {
     "speculative_config": "with speculative decoding one forward holds several steps, some of them on tokens that are "
@@ -42,11 +45,6 @@ def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = F
             raise UnsupportedError(f"`{name}` cannot be used with traces: {_WRONG_UNDER[name]}.")
         if name in _ONE_WORKER and value != 1:
             raise UnsupportedError(f"`{name}={value}`: this version of invivo traces engines with one worker only.")
-    if given.get("enforce_eager") is False:
-        raise UnsupportedError(
-            "`enforce_eager=False`: modules of a compiled model cannot be met, and this version of invivo runs the "
-            "engine eagerly. Leave the argument out."
-        )
     if streams and given.get("stream_interval") not in (None, 1):
         raise UnsupportedError(
             "`stream_interval`: what a trace streams goes with the output of its step, and every step needs one."
@@ -54,4 +52,17 @@ def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = F
     if given.get("scheduler_cls") is not None:
         raise UnsupportedError("`scheduler_cls`: invivo needs its own scheduler, to end requests from a block.")
     additional = {**(given.get("additional_config") or {}), KEY: settings(limits)}
-    return {**given, "enforce_eager": True, "scheduler_cls": SCHEDULER, "additional_config": additional}
+    return {**given, "scheduler_cls": SCHEDULER, "additional_config": additional}
+
+
+def check_config(config: VllmConfig) -> None:
+    """Refuse what vLLM makes of the arguments where traces could not be served.
+
+    Raises:
+        UnsupportedError: the model is compiled in a way that no engine step can do without.
+    """
+    if config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE:
+        raise UnsupportedError(
+            "the compilation mode STOCK_TORCH_COMPILE: every engine step runs the compiled model, whose modules cannot "
+            "be met. Leave `compilation_config` out, or pass `enforce_eager=True`."
+        )

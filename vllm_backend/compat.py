@@ -5,7 +5,7 @@ Import it only after `version.check_version` has passed. Sources are given as fi
 
 from __future__ import annotations
 
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -14,6 +14,8 @@ from vllm.distributed import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as ROTARY_EMBEDDINGS
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -36,6 +38,8 @@ __all__ = [
     "AsyncLLM",
     "AsyncScheduler",
     "AttentionLayerBase",
+    "CompilationMode",
+    "CustomOp",
     "EngineArgs",
     "EngineDeadError",
     "ModelRunnerOutput",
@@ -53,6 +57,7 @@ __all__ = [
     "WorkerWrapperBase",
     "destroy_distributed_environment",
     "destroy_model_parallel",
+    "get_forward_context",
     "init_distributed_environment",
     "initialize_model",
     "initialize_model_parallel",

@@ -36,8 +36,9 @@ class VLLM(RootEnvoy):
         save_limit: bytes that one trace may save; None for no limit.
         mode: with ``"sync"`` the end of a `with` waits for the request. With ``"async"`` it only starts the request,
             and ``async for output in tracer.backend`` takes the outputs as they come; many requests run at once.
-        arguments: engine arguments of vLLM (``dtype``, ``max_model_len``, ``kv_cache_memory_bytes``, ...). The engine
-            runs eagerly, since modules of a compiled model cannot be met.
+        arguments: engine arguments of vLLM (``dtype``, ``max_model_len``, ``kv_cache_memory_bytes``, ...). vLLM's
+            defaults stay; where a block waits for a module of a compiled model, that engine step alone runs eagerly.
+            ``enforce_eager=True`` starts in seconds, and is good for small experiments.
 
     Raises:
         VersionError: no vLLM, or one that invivo was not tested with.
@@ -58,7 +59,7 @@ class VLLM(RootEnvoy):
         check_version()
         if mode not in ("sync", "async"):
             raise MisuseError(f'`mode={mode!r}`: it is "sync" or "async".')
-        from .arguments import engine_arguments
+        from .arguments import check_config, engine_arguments
         from .async_engine import AsyncEngine
         from .compat import EngineArgs
         from .engine import Engine
@@ -67,6 +68,7 @@ class VLLM(RootEnvoy):
         blocks = limits(time_limit, memory_limit, save_limit)
         arguments = engine_arguments(arguments, blocks, streams=mode == "async")
         config = EngineArgs(model=model, **arguments).create_engine_config()
+        check_config(config)
         super().__init__(mirror(config), "")
         self._model_config = config.model_config
         self._budget = int(config.scheduler_config.max_num_batched_tokens)

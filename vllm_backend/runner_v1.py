@@ -1,19 +1,22 @@
 """Model Runner V1 (`vllm/v1/worker/gpu_model_runner.py`; the CPU's and the GPU's): where it is met.
 
-`execute_model` updates the batch and calls `_model_forward` once the rows of the step are known; `sample_tokens`, a
-second call, samples from the logits. Warm-up and profiling runs do not come through `execute_model`.
+`execute_model` updates the batch, decides how the step is run once its rows are known
+(`_determine_batch_execution_and_padding`), and calls `_model_forward`; `sample_tokens`, a second call, samples from the
+logits. Warm-up and profiling runs do not come through `execute_model`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..interleaver.windows import Share, shares
 from .adapter import NewRequest
+from .eager import EagerSteps
 from .settings import DONE, ENDED, HELD, KEY, SAVES
 
 if TYPE_CHECKING:
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
         def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any: ...
         def sample_tokens(self, grammar_output: Any) -> Any: ...
+        def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any: ...
         def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any: ...
         def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput: ...
 else:
@@ -53,14 +57,19 @@ class RunnerV1(_Runner):
         finally:
             self._stepping = False
 
+    def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        if self._stepping:
+            self.serving.begin(num_tokens)
+            if self.serving.needs_modules:
+                kwargs["force_eager"] = True  # no graph either
+        return super()._determine_batch_execution_and_padding(num_tokens, *args, **kwargs)
+
     def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not self._stepping:
             return super()._model_forward(input_ids, *args, **kwargs)
         rows = input_ids if input_ids is not None else kwargs["inputs_embeds"]
-        self.serving.begin(rows.shape[0])
-        output = super()._model_forward(input_ids, *args, **kwargs)
-        self.serving.forward_done()
-        return output
+        with self.serving.forward(rows.shape[0]):
+            return super()._model_forward(input_ids, *args, **kwargs)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         if not self.serving.active or logits is None:
@@ -89,6 +98,7 @@ class AdapterV1:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
+        self._eager: EagerSteps | None = None
 
     def model(self) -> torch.nn.Module:
         """See `RunnerAdapter`."""
@@ -125,7 +135,7 @@ class AdapterV1:
             groups = runner.requests[request_id].block_ids
             runner._zero_block_ids(sorted({block for group in groups for block in group}))
 
-    def shares(self, padded: int) -> Mapping[str, Share]:
+    def shares(self, rows: int) -> Mapping[str, Share]:
         """See `RunnerAdapter`; the order is that of the batch, not that of the scheduler's output."""
         batch = self._runner.input_batch
         count = batch.num_reqs
@@ -134,5 +144,11 @@ class AdapterV1:
             self._runner.query_start_loc.np[: count + 1],
             batch.num_computed_tokens_cpu[:count],
             batch.num_prompt_tokens[:count],
-            padded,
+            rows,
         )
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """See `RunnerAdapter`."""
+        if self._eager is None:
+            self._eager = EagerSteps(self.model(), self._runner.vllm_config)
+        return self._eager.step()

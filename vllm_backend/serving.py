@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -98,13 +99,23 @@ class Serving:
         for new in self._adapter.new_requests(scheduled):
             self._guarded(partial(self._admit, new))
 
-    def begin(self, padded: int) -> None:
-        """The forward is about to run on `padded` rows."""
-        self._guarded(lambda: self._ready().begin(self._adapter.shares(padded)))
+    def begin(self, rows: int) -> None:
+        """A forward of this many rows will run; the blocks that it concerns get their turn."""
+        self._guarded(lambda: self._ready().begin(self._adapter.shares(rows)))
 
-    def forward_done(self) -> None:
-        """The forward has run."""
-        self._ready().forward_done()
+    @property
+    def needs_modules(self) -> bool:
+        """Whether a block waits for a module in the step that has begun."""
+        return self._ready().needs_modules
+
+    @contextmanager
+    def forward(self, padded: int) -> Iterator[None]:
+        """The forward runs in this context, on `padded` rows; module by module if a block waits for a module."""
+        hub = self._ready()
+        with self._adapter.eagerly() if hub.needs_modules else nullcontext():
+            hub.pad(padded)
+            yield
+        hub.forward_done()
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits ``[requests, vocab]``, with the blocks' edits."""

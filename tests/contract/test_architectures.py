@@ -29,6 +29,7 @@ TINY_ENGINE: dict[str, Any] = {
     "max_model_len": 128,
     "max_num_seqs": 4,
     "kv_cache_memory_bytes": 2**27,
+    "enforce_eager": True,
 }
 BOUND = 1e-4
 

@@ -35,6 +35,7 @@ ENGINE: dict[str, Any] = {
     "block_size": 32,
     "num_gpu_blocks_override": 10,
     "kv_cache_memory_bytes": 2**27,
+    "enforce_eager": True,
 }
 
 

@@ -44,6 +44,7 @@ def model(request: pytest.FixtureRequest, path: str) -> Iterator[VLLM]:
             max_num_seqs=request.param,
             max_num_batched_tokens=BUDGET,
             kv_cache_memory_bytes=2**27,
+            enforce_eager=True,
         ) as made:
             yield made
 

@@ -31,6 +31,7 @@ ENGINE: dict[str, Any] = {
     "max_model_len": 128,
     "max_num_seqs": 4,
     "kv_cache_memory_bytes": 2**27,
+    "enforce_eager": True,
 }
 
 

@@ -18,8 +18,9 @@ ENGINE: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 8,
     "kv_cache_memory_bytes": 1 << 30,
+    "enforce_eager": True,
 }
-"""Arguments of the engines that tests start."""
+"""Arguments of the engines that tests start. Compiling takes a minute; `test_compiled.py` has engines that do."""
 
 PROMPT = "The Eiffel Tower is in the city of"
 OTHER = "The capital of Japan is"

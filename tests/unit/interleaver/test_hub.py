@@ -25,7 +25,7 @@ from invivo.envoy.errors import (
 from invivo.interleaver.hub import Hub
 from invivo.interleaver.mediator import Mediator
 from invivo.interleaver.modes import Turns
-from invivo.interleaver.windows import Share, shares
+from invivo.interleaver.windows import Share, Window, shares
 
 Body = Callable[[Any, Mediator], dict[str, object]]
 
@@ -238,10 +238,12 @@ def test_integrity_names_what_is_left(batch: Batch) -> None:
         batch.hub.check_integrity()
 
 
-def test_order_is_learned_once(batch: Batch) -> None:
-    batch.add("a", lambda envoy, mediator: {})
-    assert batch.hub.learned is None
+def test_order_is_learned_once_and_where_a_block_waits_for_a_module(batch: Batch) -> None:
+    batch.add("a", lambda envoy, mediator: {"logits": envoy.logits})
     batch.step(torch.randn(2, 3), split(2))
+    assert batch.hub.learned is None, "the forward of such a step may be a compiled one, which calls no modules"
+    batch.add("b", lambda envoy, mediator: {"hidden": envoy.first.output})
+    batch.step(torch.randn(2, 3), {"b": Share(Window(0, 2, 2), Window(0, 1, 1), 0)})
     assert batch.hub.learned is not None
     assert batch.hub.tree.places[port_at("first", OUTPUT)] == (2,)
     assert port_at("unused", OUTPUT) not in batch.hub.tree.places

@@ -1,0 +1,161 @@
+"""The engine's own compiled model: it runs all steps but those in which a block waits for a module.
+
+What the blocks read is compared with transformers, as everywhere; which of the two ways a step took is counted in the
+engine, which runs in this process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+
+from invivo import VLLM
+from invivo.envoy.errors import PortPassedError
+from invivo.vllm_backend.eager import EagerSteps
+from smollm2 import smollm2_path
+from support.checkpoints import tiny_checkpoint
+from support.contract import same, stream, tokens
+from support.reference import Reference, Trace
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [17, 49_000, 2222, 31, 5, 6, 1234, 777, 4000]
+STEPS = 6
+ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 2**27,
+}
+
+
+@dataclass
+class Engine:
+    """A compiled engine in this process, and how its forwards were run."""
+
+    model: VLLM
+    plain: Trace
+    compiled: list[bool] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def _engine() -> Iterator[Engine]:
+    path = tiny_checkpoint("llama", tokenizer=smollm2_path())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        with VLLM(str(path), **ENGINE) as model:
+            engine = Engine(model, Reference(path).run(PROMPT, STEPS))
+            runner = _runner(model)
+            forward = runner.model.model.forward  # vLLM's own models call it in a step that is not compiled
+
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                engine.compiled[-1] = False
+                return forward(*args, **kwargs)
+
+            def execute(*args: Any, **kwargs: Any) -> Any:
+                engine.compiled.append(True)
+                return model_forward(*args, **kwargs)
+
+            model_forward = runner._model_forward
+            runner.model.model.forward, runner._model_forward = watched, execute
+            yield engine
+
+
+@pytest.fixture
+def engine(_engine: Engine) -> Iterator[Engine]:
+    _engine.compiled.clear()
+    yield _engine
+    _engine.model.check_integrity()
+
+
+def _runner(model: VLLM) -> Any:
+    return model.engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def _plain(model: VLLM) -> list[int]:
+    (output,) = model.generate(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def test_untraced_requests_run_on_the_compiled_model(engine: Engine) -> None:
+    assert _plain(engine.model) == engine.plain.tokens
+    assert engine.compiled == [True] * STEPS
+
+
+def test_a_module_cannot_be_met_after_the_logits_where_no_order_is_known_yet(engine: Engine) -> None:
+    """A step on the compiled model tells nothing of the order of the modules. (So this test comes first.)"""
+    with pytest.raises(PortPassedError, match=r"the model is at model\.logits"):
+        with engine.model.trace(PROMPT, max_tokens=1, temperature=0):
+            engine.model.logits
+            engine.model.model.layers[0].output
+
+
+def test_logits_and_samples_leave_the_steps_compiled(engine: Engine) -> None:
+    with engine.model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
+        seen: list[Any] = []
+        for _ in tracer.iter[:]:
+            seen.append(engine.model.logits)
+            engine.model.samples
+        seen.save()
+    assert engine.compiled == [True] * STEPS
+    assert all(same(found, expected.logits) for found, expected in zip(seen, engine.plain.steps, strict=True))
+
+
+def test_only_the_steps_that_a_block_meets_modules_in_are_eager(engine: Engine) -> None:
+    with engine.model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
+        for _ in tracer.iter[2:4]:
+            seen = stream(engine.model.model.layers[1])
+        last: Any = engine.model.logits
+        last.save(), seen.save()
+    assert engine.compiled == [True, True, False, False, True, True]
+    assert tokens(tracer) == engine.plain.tokens
+    assert same(last[0], engine.plain.steps[3].logits[0])
+
+
+def test_both_ways_give_the_same_values(engine: Engine) -> None:
+    model = engine.model
+    with model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
+        logits: list[Any] = []
+        for _ in tracer.iter[:]:
+            model.model.layers[0].output
+            logits.append(model.logits)
+        logits.save()
+    assert engine.compiled == [False] * STEPS
+    assert tokens(tracer) == engine.plain.tokens == _plain(model)
+    assert all(same(found, expected.logits) for found, expected in zip(logits, engine.plain.steps, strict=True))
+
+
+def test_an_edit_is_felt_in_the_compiled_steps_that_follow(engine: Engine) -> None:
+    """The keys and values of the edited prompt are what later, compiled steps attend to."""
+    model = engine.model
+
+    def edited(module_in_every_step: bool) -> list[torch.Tensor]:
+        with model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
+            seen: list[Any] = []
+            model.model.layers[0].output[0][:] = 0
+            seen.append(model.logits)
+            for _ in tracer.iter[1:]:
+                if module_in_every_step:
+                    model.model.layers[2].output
+                seen.append(model.logits)
+            seen.save()
+        return seen
+
+    compiled = edited(module_in_every_step=False)
+    assert engine.compiled == [False, *[True] * (STEPS - 1)]
+    assert all(same(one, other) for one, other in zip(compiled, edited(module_in_every_step=True), strict=True))
+    assert not same(compiled[-1][0], engine.plain.steps[-1].logits[0])
+
+
+def test_layers_run_the_kernels_of_an_eager_engine_in_an_eager_step_only(engine: Engine) -> None:
+    runner = _runner(engine.model)
+    norm = runner.model.model.norm
+    steps = EagerSteps(runner.model, runner.vllm_config)
+    assert cast(Any, norm._forward_method).__name__ == "forward_native"
+    kernels = {type(layer).__name__: kernel.__name__ for layer, _, kernel in steps._kernels}
+    assert kernels["RMSNorm"] == "forward_cpu"
+    assert runner.vllm_config.compilation_config.custom_ops == ["none"]
