@@ -1,9 +1,9 @@
 """The only place that puts hooks on modules.
 
-Hooks live for one step. A module gets one when a block first asks for one of its ports, before or after its forward as
-the port is; all are taken off when the step is over. The modules around it get one too, because torch decides at the
-beginning of a call whether a module has hooks at all: a block that is inside of a layer may ask for that layer's output
-next, and a hook that comes later is called only if there was one before.
+A module gets a hook when a block first asks for one of its ports, before or after its forward as the port is. Blocks
+ask for the same ports in step after step, so hooks stay until no block runs. The modules around it get one too, because
+torch decides at the beginning of a call whether a module has hooks at all: a block that is inside of a layer may ask
+for that layer's output next, and a hook that comes later is called only if there was one before.
 
 A module that hangs in several places of the tree (a rotary embedding that all layers share) has one address per place.
 Which of them is running is told by which of the modules around them is open, so those are watched on both sides.
@@ -24,8 +24,8 @@ _Tables: TypeAlias = "tuple[dict[Any, Any], ...]"
 _Made: TypeAlias = "tuple[_Tables, Callable[..., object]]"
 
 
-class StepHooks:
-    """Hooks of one step on the modules of one model.
+class Hooks:
+    """Hooks on the modules of one model.
 
     Args:
         model: the model.
@@ -57,13 +57,15 @@ class StepHooks:
         return module
 
     def watch(self, port: Port) -> None:
-        """Have a port of a module fire for the rest of this step."""
+        """Have a port of a module fire from now on, until `clear`."""
+        if port in self._on:
+            return
         for needed in self._needed.get(port) or self._need(port):
             if needed not in self._on:
                 self._put(needed)
 
     def watch_all(self) -> None:
-        """Have the ports of every module fire for the rest of this step."""
+        """Have the ports of every module fire from now on, until `clear`."""
         for address in self._modules:
             self._put(port_at(address, INPUT))
             self._put(port_at(address, OUTPUT))

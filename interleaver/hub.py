@@ -8,7 +8,8 @@ all blocks with `InternalError`, and the forward goes on untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from operator import attrgetter
 from threading import get_ident
 
@@ -18,11 +19,12 @@ from ..envoy.address import LOGITS, SAMPLES, Port
 from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws
-from .hooks import StepHooks
-from .mediator import BarrierWait, Mediator, StepWait
+from .hooks import Hooks
+from .mediator import BarrierWait, Mediator, Place, StepWait
 from .meetings import Meetings
+from .modes import Outside
 from .recorder import Recorder
-from .values import Held, copy_rows, map_tensors, put_rows
+from .values import Change, Held, copies, map_tensors, put_rows
 from .windows import Share, broken
 
 ModuleCall = Callable[[torch.nn.Module, "tuple[object, ...]", "dict[str, object]"], object]
@@ -52,7 +54,7 @@ class Hub:
         self._model = model
         self._drew = self._draws = True
         self._random: torch.Tensor | None = None
-        self._hooks = StepHooks(model, self.fire)
+        self._hooks = Hooks(model, self.fire)
         self._call_module = call or (lambda module, args, kwargs: module(*args, **kwargs))
         self._vocabulary: int | None = None
         self._waiting: dict[Port, list[Mediator]] = {}
@@ -61,10 +63,9 @@ class Hub:
         self._shares: Mapping[str, Share] = {}
         self._steps: dict[str, int] = {}
         self._recorder: Recorder | None = None
-        self._places: Mapping[Port, Sequence[int]] = {}
+        self._place = Place()
         self._learned: Learned | None = None
         self._now: Port | None = None
-        self._place = -1
         self._sampling = False
         self._over = True
         self._inside = False
@@ -84,6 +85,7 @@ class Hub:
         self._draws = self._drew or draws(self._model)
         self.mediators[request] = mediator
         mediator.request = request
+        mediator.place = self._place
         mediator.passed = self._passed
         mediator.caller = self._call
         if mediator.done:
@@ -99,6 +101,8 @@ class Hub:
                 mediator.drop(InternalError("the request was dropped before its block had ended."))
             self._guarded(lambda: self._meetings.see_end(mediator))
             SEAT.leave()
+        if not self.mediators:
+            self._hooks.clear()
         return mediator
 
     def end(self, request: str, result: object) -> None:
@@ -140,7 +144,8 @@ class Hub:
 
     def begin(self, shares: Mapping[str, Share]) -> None:
         """A step of the model begins; blocks that start now or waited for it get their turn."""
-        self._shares, self._place, self._now, self._sampling, self._over = shares, -1, None, False, False
+        self._shares, self._now, self._sampling, self._over = shares, None, False, False
+        self._place.number, self._place.inside = -1, True
         self._thread = get_ident()
         present = [(request, share) for request, share in shares.items() if request in self.mediators]
         present.sort(key=lambda item: self.mediators[item[0]].index)  # blocks of one trace, in their order
@@ -149,7 +154,7 @@ class Hub:
         if self._learned is None and self.needs_modules:
             SEAT.leave()
             self._recorder = Recorder()
-            self._places = self._recorder.places
+            self._place.order = self._recorder.places
             self._random = torch.get_rng_state()
             self._hooks.watch_all()
         if self._draws:
@@ -158,7 +163,7 @@ class Hub:
     @property
     def needs_modules(self) -> bool:
         """Whether a block waits for a module in this step. If not, the forward may run without hooks."""
-        return len(self._hooks) > 0
+        return any(not port.of_step for port in self._waiting)
 
     def pad(self, total: int) -> None:
         """The tensors of this step have `total` rows, some of them behind those of all requests."""
@@ -170,7 +175,7 @@ class Hub:
 
     def forward_done(self) -> None:
         """The forward is over: from here on each request has one row, for logits and samples."""
-        self._sampling = True
+        self._sampling, self._place.inside = True, False
         SEAT.leave()
         self._see_draws()
 
@@ -191,51 +196,55 @@ class Hub:
             return None
         self._now = port
         if not self._sampling:
-            for place in self._places.get(port, ()):
-                if place > self._place:
-                    self._place = place
+            for place in self._place.order.get(port, ()):
+                if place > self._place.number:
+                    self._place.number = place
                     break
         if len(waiting) > 1:
             waiting.sort(key=_index)
+        changes: list[Change] = []
         replaced: object = None
         self._firing = waiting
-        for mediator in waiting:  # which grows if one lets others go on at a barrier, and they ask for this port
-            base = value if replaced is None else replaced
-            try:
-                changed = self._serve(mediator, port, base)
-            except Exception as error:
-                self.give_up(error)
-                break
-            replaced = changed if changed is not None else replaced
+        try:
+            served = 0
+            while served < len(waiting):  # it grows if a block lets others go on at a barrier that ask for this port
+                now = waiting[served:]
+                served += len(now)
+                self._serve(now, port, value, changes)
+            if changes:
+                replaced = put_rows(value, changes, port)
+        except Exception as error:
+            self.give_up(error)
         self._firing = None
         if self._draws or self._sampling:
             SEAT.leave()
         return replaced
 
     def finish_step(self) -> None:
-        """The step is over: blocks that still wait for one of its ports get an error, and all hooks come off."""
-        self._over = True
+        """The step is over: blocks that still wait for one of its ports get an error. Hooks stay for the next step."""
+        self._over, self._place.inside = True, False
         while self._waiting:
             port, waiting = self._waiting.popitem()
             for mediator in waiting:
                 self._guarded(lambda mediator=mediator, port=port: self._missed(mediator, port))  # type: ignore[misc]
-        self._hooks.clear()
+        if self._recorder is not None or all(mediator.done for mediator in self.mediators.values()):
+            self._hooks.clear()
         SEAT.leave()
         self._see_draws()
         if self._recorder is not None:
             self._learned, self._recorder = self._recorder.learned(), None
             self.tree.learn(self._learned)
-            self._places = self.tree.places
+            self._place.order = self.tree.places
 
     def abandon_step(self) -> None:
         """The engine failed in this step: forget the step without running blocks."""
-        self._over = True
+        self._over, self._place.inside = True, False
         self._firing = None
         self._waiting.clear()
         self._hooks.clear()
         SEAT.leave()
         self._recorder = self._random = None
-        self._places = self.tree.places
+        self._place.order = self.tree.places
 
     def give_up(self, error: Exception) -> None:
         """End every block with an `InternalError` that stands for `error`."""
@@ -288,28 +297,29 @@ class Hub:
         self.ended.add(request)
         self._meetings.see_end(mediator)
 
-    def _serve(self, mediator: Mediator, port: Port, value: object) -> object:
-        """One block's turn at a port; returns the replacement that it asks for, if any."""
-        share = mediator.share
-        window = share.last if self._sampling else share.rows
+    def _serve(self, waiting: list[Mediator], port: Port, value: object, changes: list[Change]) -> None:
+        """The turns of blocks at a port, and what they change there."""
+        windows = [mediator.share.last if self._sampling else mediator.share.rows for mediator in waiting]
         try:
-            copy = copy_rows(value, window, port)
+            made = copies(value, windows, port)
         except UnsupportedError as error:
-            problem = error
-            self._turn(mediator, lambda: mediator.fail(problem))
-            return None
-        sample = port.kind == SAMPLES
-        held = Held(copy, self._vocabulary if sample else None, mediator.fixed_samples if sample else None)
-        mediator.at_port(port, held)
-        self._went_on(mediator)
-        if mediator.failure is not None:
-            return None
-        changes = held.changes()
-        if changes is None:
-            return None
-        self.edited.add(mediator.request)
-        mediator.edited = mediator.edited or not port.of_step
-        return put_rows(value, changes, window, port)
+            for mediator in waiting:
+                self._turn(mediator, partial(mediator.fail, error))
+            return
+        outside = Outside()
+        for mediator, copy, window in zip(waiting, made, windows, strict=True):
+            held = Held(copy)
+            if port.kind == SAMPLES:
+                held.limit, held.fixed = self._vocabulary, mediator.fixed_samples
+            mediator.at_port(port, held, outside)
+            self._went_on(mediator)
+            if held.left_alone or mediator.failure is not None:
+                continue
+            changed = held.changes()
+            if changed is not None:
+                self.edited.add(mediator.request)
+                mediator.edited = mediator.edited or not port.of_step
+                changes.append((changed, window))
 
     def _missed(self, mediator: Mediator, port: Port) -> None:
         known = port in self.tree.places or port.of_step
@@ -333,12 +343,12 @@ class Hub:
                 self._firing.append(mediator)
                 return
             waiting = self._waiting.get(port)
-            if waiting is None:
-                self._waiting[port] = [mediator]
-            else:
+            if waiting is not None:
                 waiting.append(mediator)
-            if not port.of_step:
-                self._hooks.watch(port)
+            else:
+                self._waiting[port] = [mediator]
+                if not port.of_step:
+                    self._hooks.watch(port)
         elif isinstance(port, BarrierWait):
             self._meetings.come(mediator, port)
         elif mediator.done:
@@ -367,6 +377,7 @@ class Hub:
         """Note whether the recorded forward drew random numbers of its own."""
         if self._random is not None:
             self._drew = not torch.equal(self._random, torch.get_rng_state())
+            self._draws = self._drew or draws(self._model)
             self._random = None
 
     # --- order
@@ -382,9 +393,6 @@ class Hub:
                 f"{port} has passed: step {mediator.step} of this request was over when the barrier let the block go "
                 "on. Read the port before the barrier, or in the next step, in a loop over `tracer.iter`."
             )
-        known = self._places.get(port)
-        if known is not None and known[-1] > self._place and not self._sampling and not self._over:
-            return None  # the usual case
         if self._firing is not None and port is self._now:
             return None  # another block is at it now
         if self._over:
@@ -393,17 +401,17 @@ class Hub:
         if port.of_step:
             passed = self._now is not None and self._now.kind == SAMPLES and port.kind == LOGITS
             return None if not passed else f"{port} has passed: the model is at {self._now}, which comes after it."
-        places = self._places.get(port)
+        places = self._place.order.get(port)
         if not places:
             if self._learned is not None or not late:
                 return None
             its_place = f"{port}, like those of all modules, comes before"
-        elif places[-1] > self._place and not late:
+        elif places[-1] > self._place.number and not late:
             return None
         else:
             its_place = f"{port} is at place {places[-1]}"
         return (
             f"{port} has passed: the model is at {self._now} "
-            f"({'after all modules' if late else f'place {self._place} in execution order'}), and {its_place}. "
+            f"({'after all modules' if late else f'place {self._place.number} in execution order'}), and {its_place}. "
             "Read ports in execution order, and keep what you read in a variable."
         )

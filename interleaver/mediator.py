@@ -7,7 +7,7 @@ on that thread; nothing blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -24,7 +24,7 @@ from .guard import Guard, OverLimit, save_error
 from .limits import Limits
 from .memory import give_back
 from .meter import fitting, size_of
-from .modes import Turns
+from .modes import Outside, Turns
 from .streamed import Streamed
 from .values import Held
 from .views import Part, view, with_part
@@ -54,6 +54,23 @@ Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait
 """What a block waits for; a port is one of the current step."""
 
 
+class Place:
+    """How far the model has come in its step, for all blocks that meet it.
+
+    Attributes:
+        number: place in execution order of the port that fired last; before the first one, -1.
+        inside: the forward is running.
+        order: the places of each port; empty until they are learned.
+    """
+
+    __slots__ = ("inside", "number", "order")
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.inside = False
+        self.order: Mapping[Port, Sequence[int]] = {}
+
+
 class StopBlock(BaseException):
     """Unwinds a block that called `tracer.stop()`."""
 
@@ -69,6 +86,8 @@ class Mediator(active.Session):
         wait: what it waits for; None before its first turn and after its last.
         step: the generation step it is in.
         port: the port it is at, as long as that one can be read and written.
+        held: what it holds of that port.
+        place: how far the model has come.
         failure: the exception that ended it.
         failed_at: the port that it was at then.
         stopped: it called `stop`.
@@ -111,12 +130,13 @@ class Mediator(active.Session):
         self.index = 0
         self.streamed: Streamed | None = None
         self.line: Callable[[], int] = lambda: 0
+        self.place = Place()
         self.passed: Callable[[Mediator, Port], str | None] = lambda mediator, port: None
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
         self._turns = turns
         self._body = body
         self._guard = Guard(limits) if limits is not None and limits.any else None
-        self._held: Held | None = None
+        self.held: Held | None = None
         self._ended = False
         self._result: object = None
         self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(_padded, _PADDING, self._run))
@@ -132,10 +152,10 @@ class Mediator(active.Session):
         """Its first turn."""
         self._turn(None)
 
-    def at_port(self, port: Port, held: Held) -> None:
+    def at_port(self, port: Port, held: Held, outside: Outside) -> None:
         """Its turn at the port that it waited for; `held` has its copy, and afterwards its edits."""
-        self.port, self._held = port, held
-        self._turn(None)
+        self.port, self.held = port, held
+        self._turn(None, None, outside)
 
     def at_step(self, step: int) -> None:
         """Its turn at the beginning of the step that it waited for."""
@@ -169,14 +189,15 @@ class Mediator(active.Session):
         """End the block from outside, without another turn of the user's code."""
         self.failure = self.failure or error
         if self._greenlet is not None and self._greenlet:
-            self._turns.begin()
+            outside = Outside()
+            self._turns.begin(outside)
             try:
                 if self._guard is None:
                     self._greenlet.throw(greenlet.GreenletExit)
                 else:
                     self._guard.end(self._greenlet, self.failure)
             finally:
-                self._turns.end(over=True)
+                self._turns.end(outside, over=True)
         if self._guard is not None:
             self._guard.leave()
         self._greenlet = None
@@ -201,20 +222,23 @@ class Mediator(active.Session):
         self.scope = {}
         self.saved = []
 
-    def _turn(self, value: object, error: Exception | None = None) -> None:
-        assert self._greenlet is not None, "a block that has ended has no turns"
+    def _turn(self, value: object, error: Exception | None = None, outside: Outside | None = None) -> None:
+        block = self._greenlet
+        assert block is not None, "a block that has ended has no turns"
+        outside = outside or Outside()
         self.wait = None
-        self._turns.begin()
+        self._turns.begin(outside)
         try:
             if self._guard is not None:
-                given = self._guard.turn(self._greenlet, value, error)
+                given = self._guard.turn(block, value, error)
             else:
-                given = self._greenlet.switch(value) if error is None else self._greenlet.throw(error)
-            self.wait = given if isinstance(given, _WAITS) else None
+                given = block.switch(value) if error is None else block.throw(error)
+            if type(given) in _WAITS:
+                self.wait = given  # type: ignore[assignment]  # one of them
         finally:
             over = self.wait is None
-            self._turns.end(over=over)
-            self.port = self._held = None
+            self._turns.end(outside, over=over)
+            self.port = self.held = None
         if over:
             self._greenlet = None
             if self._guard is not None:
@@ -242,8 +266,8 @@ class Mediator(active.Session):
         active.enter(self)
         try:
             self.scope = self._body(self)
-            if self._held is not None:
-                self._held.settle()
+            if self.held is not None:
+                self.held.settle()
         except StopBlock:
             self.stopped = True
         except greenlet.GreenletExit:
@@ -260,17 +284,18 @@ class Mediator(active.Session):
     def read(self, port: Port, part: Part) -> object:
         if port is not self.port:
             self._go(port)
-        value = self._held.value  # type: ignore[union-attr]  # at a port there is one
+        value = self.held.value  # type: ignore[union-attr]  # at a port there is one
         return value if part == "output" else view(value, part)
 
     def write(self, port: Port, part: Part, value: object) -> None:
         if port is not self.port:
             self._go(port)
-        assert self._held is not None
-        self._held.assign(with_part(self._held.value, part, value), str(port))
+        assert self.held is not None
+        self.held.assign(with_part(self.held.value, part, value), str(port))
 
     def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         assert self.caller is not None, "the hub sets it"
+        self._turns.sit()  # the module may draw
         return self.caller(address, args, kwargs)
 
     def advance(self, step: int) -> bool:
@@ -317,15 +342,18 @@ class Mediator(active.Session):
                 f"{port} was asked for after the request had ended (in step {self.step}). Read ports before the end, "
                 "inside the loop over `tracer.iter`."
             )
-        passed = self.passed(self, port)
-        if passed is not None:
-            raise PortPassedError(passed)
+        place = self.place
+        known = place.order.get(port)
+        if known is None or known[-1] <= place.number or not place.inside:  # else, the usual case, it is yet to come
+            passed = self.passed(self, port)
+            if passed is not None:
+                raise PortPassedError(passed)
         self._switch(port)
 
     def _switch(self, wait: Wait) -> object:
         self._turns.check()
-        if self._held is not None:
-            self._held.settle()
+        if self.held is not None:
+            self.held.settle()
         if self._guard is not None and (self.saved or self._guard.error is not None):
             self._guard.check(self.saved)
         current = greenlet.getcurrent()
@@ -335,7 +363,7 @@ class Mediator(active.Session):
         return current.parent.switch(wait)
 
 
-_WAITS = (Port, StepWait, EndWait, BarrierWait)
+_WAITS = frozenset((Port, StepWait, EndWait, BarrierWait))
 
 _PADDING = 24
 """Calls through C below a block, of about four C frames each.

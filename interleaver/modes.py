@@ -19,7 +19,35 @@ import torch
 
 from ..envoy.errors import MisuseError
 from .generator import SEAT, Stream
-from .torch_compat import autocast_on, dispatch_modes, function_modes, inference_on, leave_modes, set_grad_enabled
+from .torch_compat import (
+    autocast_on,
+    default_dtype,
+    dispatch_modes,
+    function_modes,
+    grad_on,
+    inference_on,
+    leave_modes,
+    set_grad_enabled,
+)
+
+
+class Outside:
+    """The state of torch around the turns of blocks, as it is now.
+
+    Attributes:
+        grad: gradients are recorded.
+        dtype: the default dtype.
+        stdout: where prints go.
+        modes: which modes are on that torch keeps on stacks.
+    """
+
+    __slots__ = ("dtype", "grad", "modes", "stdout")
+
+    def __init__(self) -> None:
+        self.grad = grad_on()
+        self.dtype = default_dtype()
+        self.stdout = sys.stdout
+        self.modes = (inference_on(), function_modes(), dispatch_modes(), autocast_on())
 
 
 class Turns:
@@ -31,53 +59,60 @@ class Turns:
     Args:
         seed: where the block's random numbers start.
         printed: takes what the block prints; None lets it out as usual.
-        uses: other random sources than torch that the block refers to, ``"random"`` and ``"numpy"``.
+        uses: random sources that the block may draw from: ``"torch"``, ``"random"``, ``"numpy"``.
     """
 
-    def __init__(self, seed: int, printed: io.StringIO | None, uses: Collection[str] = ()) -> None:
+    def __init__(self, seed: int, printed: io.StringIO | None, uses: Collection[str] = ("torch",)) -> None:
         self._random = Stream(seed)
+        self._draws = "torch" in uses
         self._grad = torch.is_grad_enabled()
         self._dtype = torch.get_default_dtype()
         self._printed = printed
-        self._outside = (self._grad, self._dtype, sys.stdout)
-        self._entered: tuple[bool, int, int, bool] | None = None
-        self._others = [_OTHERS[name](seed) for name in uses]
+        self._outside: Outside | None = None
+        self._others = [_OTHERS[name](seed) for name in uses if name in _OTHERS]
 
-    def begin(self) -> None:
-        """Put the engine's state aside and bring in the block's."""
-        grad, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-        self._outside = (grad, dtype, sys.stdout)
-        self._entered = (inference_on(), function_modes(), dispatch_modes(), autocast_on())
-        if SEAT.taken is not self._random:
-            SEAT.take(self._random)
-        if self._grad != grad:
+    def begin(self, outside: Outside) -> None:
+        """Bring in the block's state; the engine's is `outside`."""
+        self._outside = outside
+        if self._draws:
+            self.sit()
+        if self._grad is not outside.grad:
             set_grad_enabled(self._grad)
-        if self._dtype != dtype:
+        if self._dtype is not outside.dtype:
             torch.set_default_dtype(self._dtype)
-        for source in self._others:
-            source.swap()
+        if self._others:
+            self._swap()
         if self._printed is not None:
             sys.stdout = self._printed
 
-    def end(self, *, over: bool) -> None:
+    def end(self, outside: Outside, *, over: bool) -> None:
         """Put the block's state aside and bring back the engine's.
 
         Args:
+            outside: that of the engine, as in `begin`.
             over: the block has ended, maybe inside of a mode; one that goes on has passed `check`.
         """
-        if over and self._entered is not None:
-            leave_modes(*self._entered)
-        grad, dtype, stdout = self._outside
-        self._grad = torch.is_grad_enabled()
-        self._dtype = torch.get_default_dtype()
-        if self._grad != grad:
-            set_grad_enabled(grad)
-        if self._dtype != dtype:
-            torch.set_default_dtype(dtype)
+        if over:
+            leave_modes(*outside.modes)
+        self._grad = grad_on()
+        self._dtype = default_dtype()
+        if self._grad is not outside.grad:
+            set_grad_enabled(outside.grad)
+        if self._dtype is not outside.dtype:
+            torch.set_default_dtype(outside.dtype)
+        if self._others:
+            self._swap()
+        if self._printed is not None:
+            sys.stdout = outside.stdout
+
+    def sit(self) -> None:
+        """Have torch draw the block's random numbers."""
+        if SEAT.taken is not self._random:
+            SEAT.take(self._random)
+
+    def _swap(self) -> None:
         for source in self._others:
             source.swap()
-        if self._printed is not None:
-            sys.stdout = stdout
 
     def check(self) -> None:
         """Refuse to hand over with a stacked mode open.
@@ -85,7 +120,8 @@ class Turns:
         Raises:
             MisuseError: a mode was entered in this turn and not left.
         """
-        if (inference_on(), function_modes(), dispatch_modes(), autocast_on()) != self._entered:
+        assert self._outside is not None, "the block has its turn"
+        if (inference_on(), function_modes(), dispatch_modes(), autocast_on()) != self._outside.modes:
             raise MisuseError(
                 "a port was asked for inside a torch mode (`inference_mode(...)`, `autocast`, `torch.device(...)`, "
                 "...) that the block opened. The model would run under it, so leave it first: read the port, then open "

@@ -25,6 +25,14 @@ version_of = cast("Callable[[torch.Tensor], int]", vars(torch._C.TensorBase)["_v
 """How often a tensor was changed in place; only tensors that were made outside of inference mode count it."""
 
 
+split_with_sizes_copy = cast(
+    "Callable[[torch.Tensor, list[int], int], list[torch.Tensor]]", torch.split_with_sizes_copy
+)
+"""Pieces of a tensor along a dimension, each in a storage of its own. (Torch's annotations have it return nothing.)"""
+
+grad_on = torch.is_grad_enabled
+default_dtype = torch.get_default_dtype
+
 inference_on = torch.is_inference_mode_enabled
 function_modes = torch._C._len_torch_function_stack
 dispatch_modes = torch._C._len_torch_dispatch_stack

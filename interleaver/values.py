@@ -11,14 +11,17 @@ costs no write.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import cast
+import operator
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import count
+from typing import NamedTuple, cast
 
 import torch
 
 from ..envoy.address import Port
 from ..envoy.errors import UnsupportedError, WriteError
-from .torch_compat import inference_mode, version_of
+from .torch_compat import inference_mode, split_with_sizes_copy, version_of
 from .windows import Window
 
 Leaves = list[torch.Tensor]
@@ -78,44 +81,119 @@ def row_dim(tensor: torch.Tensor, window: Window, where: Port) -> int:
     )
 
 
-def copy_rows(value: object, window: Window | None, where: Port) -> object:
-    """A private copy of the request's rows; all rows if `window` is None."""
-    if torch.is_inference_mode_enabled():
-        with inference_mode(False):
-            return copy_rows(value, window, where)
-    if not isinstance(value, torch.Tensor):
-        return map_tensors(value, lambda tensor: cast(torch.Tensor, copy_rows(tensor, window, where)))
-    if value.requires_grad:
-        value = value.detach()
-    if window is not None:
-        value = value.narrow(row_dim(value, window, where), window.start, window.length)
-    return value.clone()
-
-
-def put_rows(value: object, changes: list[torch.Tensor | None], window: Window | None, where: Port) -> object:
-    """`value` with the request's rows replaced where they changed; `value` itself stays as it is.
+def copies(value: object, windows: Sequence[Window | None], where: Port) -> Sequence[object]:
+    """A private copy of each request's rows (all rows where the window is None), made with as few calls as can be.
 
     Args:
         value: what the module took or gave, whole.
-        changes: one entry per tensor of `value`, None for those to be left alone (`Held.changes`).
-        window: the request's rows; None for all.
+        windows: rows of each request; no two overlap.
+        where: the port, for messages.
+
+    Raises:
+        UnsupportedError: the rows cannot be told (`row_dim`).
+    """
+    with inference_mode(False):
+        if len(windows) == 1:
+            return (_copy(value, windows[0], where),)
+        if type(value) is torch.Tensor:
+            return _split(value, windows, where)
+        if type(value) is tuple and value and all(part is None or type(part) is torch.Tensor for part in value):
+            nothing = [None] * len(windows)
+            return [
+                *zip(*(_split(part, windows, where) if part is not None else nothing for part in value), strict=True)
+            ]
+        return [_copy(value, window, where) for window in windows]
+
+
+def _copy(value: object, window: Window | None, where: Port) -> object:
+    if not isinstance(value, torch.Tensor):
+        return map_tensors(value, lambda tensor: cast(torch.Tensor, _copy(tensor, window, where)))
+    if value.requires_grad:
+        value = value.detach()
+    if window is not None:
+        dim = row_dim(value, window, where)
+        if window.length != window.total:
+            value = value.narrow(dim, window.start, window.length)
+    return value.clone()
+
+
+def _split(value: torch.Tensor, windows: Sequence[Window | None], where: Port) -> Sequence[torch.Tensor]:
+    """Copies of several runs of rows: in one call where they are most of the tensor."""
+    cut = _cut(tuple(windows))
+    if cut is None or value.requires_grad:
+        return [cast(torch.Tensor, _copy(value, window, where)) for window in windows]
+    parts = split_with_sizes_copy(value, cut.sizes, row_dim(value, cut.window, where))
+    return [parts[place] for place in cut.places]
+
+
+class _Cut(NamedTuple):
+    """A tensor's rows in pieces: their sizes, and which of them are those of the requests, the first one's being
+    `window`."""
+
+    sizes: list[int]
+    places: list[int]
+    window: Window
+
+
+@lru_cache(maxsize=256)
+def _cut(windows: tuple[Window | None, ...]) -> _Cut | None:
+    """The rows cut at the windows; None where most rows are between the windows, so that copying all is a waste."""
+    taken = sorted((window, index) for index, window in enumerate(windows) if window is not None)
+    if len(taken) < len(windows) or taken[0][0].total > 2 * sum(window.length for window, _ in taken):
+        return None
+    sizes: list[int] = []
+    places = [0] * len(windows)
+    end = 0
+    for window, index in taken:
+        if window.start > end:
+            sizes.append(window.start - end)
+        places[index] = len(sizes)
+        sizes.append(window.length)
+        end = window.start + window.length
+    if taken[0][0].total > end:
+        sizes.append(taken[0][0].total - end)
+    return _Cut(sizes, places, taken[0][0])
+
+
+Change = tuple["list[torch.Tensor | None]", "Window | None"]
+"""What one request has put in place of the tensors of a value, None for those to be left alone; and its rows."""
+
+
+def put_rows(value: object, changes: Sequence[Change], where: Port) -> object:
+    """`value` with the rows of some requests replaced where they changed; `value` itself stays as it is.
+
+    Args:
+        value: what the module took or gave, whole.
+        changes: of each request that changed something (`Held.changes`); no two have rows in common.
         where: the port, for messages.
     """
-    if isinstance(value, torch.Tensor) and window is None and changes[0] is not None:
-        return _like(changes[0], value)
-    remaining = iter(changes)
+    if type(value) is torch.Tensor:
+        return _put(value, [(new[0], window) for new, window in changes if new[0] is not None], where)
+    number = count()
 
     def put(tensor: torch.Tensor) -> torch.Tensor:
-        change = next(remaining)
-        if change is None:
-            return tensor
-        if window is None or change.shape == tensor.shape:
-            return _like(change, tensor)
-        whole = tensor.clone()
-        whole.narrow(row_dim(tensor, window, where), window.start, window.length).copy_(change)
-        return whole
+        at = next(number)
+        changed = [(part, window) for new, window in changes if (part := new[at]) is not None]
+        return _put(tensor, changed, where) if changed else tensor
 
     return map_tensors(value, put)
+
+
+def _put(tensor: torch.Tensor, changed: list[tuple[torch.Tensor, Window | None]], where: Port) -> torch.Tensor:
+    (first, window), *others = changed
+    if window is None or first.shape == tensor.shape:
+        return _like(first, tensor)
+    dim = row_dim(tensor, window, where)
+    cut = _cut(tuple(rows for _, rows in changed)) if others and tensor.is_contiguous() else None
+    if cut is not None:
+        pieces = [*tensor.split_with_sizes(cut.sizes, dim)]
+        for (new, _), place in zip(changed, cut.places, strict=True):
+            pieces[place] = new
+        return torch.cat(pieces, dim)
+    whole = tensor.clone()
+    for new, rows in cast("list[tuple[torch.Tensor, Window]]", changed):
+        whole.narrow(dim, rows.start, rows.length).copy_(new)
+    return whole
 
 
 def _like(change: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
@@ -130,29 +208,40 @@ class Held:
         value: the copy, or what was assigned in its place.
         limit: for token ids, the size of the vocabulary.
         fixed: why the value cannot be changed; None if it can.
+        left_alone: the block has gone on, and has changed nothing (`settle`).
 
     Edits go back by their place in the structure. The block may change lists and dicts of its copy, so how these were
     is kept.
     """
 
-    __slots__ = ("_containers", "_forms", "_originals", "_tensor", "_version", "_versions", "fixed", "limit", "value")
+    __slots__ = ("_containers", "_copy", "_shapes", "_tensors", "_versions", "fixed", "left_alone", "limit", "value")
 
     def __init__(self, value: object, limit: int | None = None, fixed: str | None = None) -> None:
-        self.value = value
+        self.value = self._copy = value
         self.limit = limit
         self.fixed = fixed
-        if isinstance(value, torch.Tensor):  # the usual case, here and below, is told apart quickly
-            self._tensor: torch.Tensor | None = value
-            self._version = version_of(value)
-            self._forms = [(value.shape, value.dtype)]
-            self._containers = None
-        else:
-            self._tensor = None
-            self._originals: Leaves = []
-            containers = map_tensors(value, _noted_in(self._originals))
-            self._containers = containers if _can_change(containers) else None
-            self._versions = [version_of(tensor) for tensor in self._originals]
-            self._forms = [_form(tensor) for tensor in self._originals]
+        self.left_alone = False
+        self._containers: object = None
+        if type(value) is torch.Tensor:  # the usual case, here and below, is told apart quickly
+            self._tensors: Sequence[torch.Tensor] = (value,)
+            self._versions: Sequence[int] = (version_of(value),)
+            self._shapes: Sequence[torch.Size] = (value.shape,)
+            return
+        tensors: Leaves = []
+        containers = map_tensors(value, _noted_in(tensors))
+        self._containers = containers if _can_change(containers) else None
+        self._tensors = tensors
+        self._versions = [version_of(tensor) for tensor in tensors]
+        self._shapes = [tensor.shape for tensor in tensors]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether the value is surely the copy as it was made, which cannot be said of one with lists or dicts."""
+        if self.value is not self._copy or self._containers is not None:
+            return False
+        if len(self._tensors) == 1:
+            return version_of(self._tensors[0]) == self._versions[0]
+        return all(map(operator.eq, map(version_of, self._tensors), self._versions))
 
     def assign(self, value: object, where: str) -> None:
         """Put `value` in place of the copy.
@@ -171,16 +260,17 @@ class Held:
         Raises:
             WriteError: the containers of the copy no longer fit what the model works on.
         """
-        tensor = self._tensor
-        if tensor is not None and self.value is tensor and version_of(tensor) == self._version:
+        if self.untouched:
+            self.left_alone = True
             return
         if self.fixed is not None:
             raise WriteError(self.fixed)
         now = tensors_of(self.value)
-        if [_form(tensor) for tensor in now] != self._forms:
+        if [tensor.shape for tensor in now] != [*self._shapes]:
+            before = [_named(*form) for form in zip(self._shapes, (t.dtype for t in self._tensors), strict=True)]
             raise WriteError(
                 "what a port holds was changed in a way that the model cannot go on with: it had tensors "
-                f"{[_named(*form) for form in self._forms]} and has {[describe(tensor) for tensor in now]}."
+                f"{before} and has {[describe(tensor) for tensor in now]}."
             )
         if self._containers is not None:
             _fit(self._containers, self.value, "what the port holds")
@@ -189,15 +279,11 @@ class Held:
 
     def changes(self) -> list[torch.Tensor | None] | None:
         """One entry per tensor, None for the untouched ones; None if nothing was touched."""
-        tensor = self._tensor
-        if tensor is not None and self.value is tensor and version_of(tensor) == self._version:
+        if self.untouched:
             return None
-        now = tensors_of(self.value)
-        if tensor is not None:
-            return [*now]
         changed = [
             tensor if tensor is not original or version_of(tensor) != version else None
-            for tensor, original, version in zip(now, self._originals, self._versions, strict=True)
+            for tensor, original, version in zip(tensors_of(self.value), self._tensors, self._versions, strict=True)
         ]
         return changed if any(tensor is not None for tensor in changed) else None
 

@@ -113,7 +113,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
         values: cloudpickle bytes of ``{"local": {...}, "global": {...}}``.
         tensors: buffers that `values` refers to by index.
         seed: seed of the random numbers drawn in the block.
-        uses: other sources of randomness that the block refers to (``"random"``, ``"numpy"``).
+        uses: sources of randomness that the block may draw from (``"random"``, ``"numpy"``, ``"torch"``).
         group: the other invokes of the trace; None if it is one request by itself.
         streams: the caller takes values saved with ``stream=True`` as they come.
     """

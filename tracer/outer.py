@@ -189,11 +189,11 @@ class OuterTrace:
             for invoke in invokes
         ]
         check_barriers(groups)
-        payloads = []
-        for invoke, group in zip(invokes, groups, strict=True):
-            assert invoke.payload is not None, "it was captured"
-            payloads.append(structs.replace(invoke.payload, group=group))
-        return payloads
+        payloads = [invoke.payload for invoke in invokes if invoke.payload is not None]
+        uses = tuple(sorted(self._sharing.uses.union(*(payload.uses for payload in payloads))))  # functions pass around
+        return [
+            structs.replace(payload, group=group, uses=uses) for payload, group in zip(payloads, groups, strict=True)
+        ]
 
     # --- the end
 

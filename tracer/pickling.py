@@ -5,14 +5,14 @@ from __future__ import annotations
 import pickle
 import sys
 import threading
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
 from ..envoy.envoy import Envoy
 from ..envoy.errors import ForeignError
-from . import buffers, by_value
+from . import buffers, by_value, draws
 from .barrier import Barrier
 from .block import SpentTracer, TensorBlob, TracerHandle
 from .buffers import Refusal
@@ -64,9 +64,11 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, FunctionType):
             if not by_value.by_name(obj):
                 return by_value.function_parts(obj, self._namespaces)
-            self._note(obj.__module__)
+            self._note(obj.__module__, obj.__name__)
             return NotImplemented
         if isinstance(obj, CodeType):
+            if draws.in_code(obj):
+                self.uses.add(draws.TORCH)
             return by_value.code_parts(obj)
         if isinstance(obj, ModuleType):
             return self._module(obj)
@@ -86,6 +88,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, Barrier):
             self.barriers[obj.key] = obj.count
         refuse(obj)
+        if isinstance(obj, BuiltinFunctionType):
+            self._note(obj.__module__ or "builtins", obj.__name__)
         return super().reducer_override(obj)
 
     def _check(self, value: object) -> None:
@@ -95,7 +99,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _module(self, module: ModuleType) -> Any:
         if by_value.is_installed(module):
-            self._note(module.__name__, entire=True)
+            self._note(module.__name__, "", entire=True)
             return by_value.import_module, (module.__name__,)
         return by_value.module_parts(module, self._refusal)
 
@@ -109,7 +113,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _class(self, kind: type) -> Any:
         if by_value.by_name(kind):
-            self._note(kind.__module__)
+            self._note(kind.__module__, kind.__name__)
             return super().reducer_override(kind)
         module = sys.modules.get(kind.__module__ or "")
         if module is not None and module.__name__ in sys.modules and not by_value.is_installed(module):
@@ -124,7 +128,10 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             cloudpickle.register_pickle_by_value(module)
             self._registered.append(module)
 
-    def _note(self, module: str, *, entire: bool = False) -> None:
+    def _note(self, module: str, name: str, *, entire: bool = False) -> None:
+        """Note what a reference to `name` in an installed module, or to an entire one, may draw from."""
+        if module != "builtins" and (draws.named(name) or not draws.harmless(module)):
+            self.uses.add(draws.TORCH)
         if module == "random":
             self.uses.add("random")
         elif module.startswith("numpy.random") or (module == "numpy" and entire):

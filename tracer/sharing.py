@@ -27,10 +27,15 @@ class Sharing:
     Args:
         owner: the Envoy of the whole model that is traced.
         theirs: the caller's variables that the body reads; containers in these are not shared.
+
+    Attributes:
+        batches: the containers as they are sent, in the order in which blocks met them.
+        uses: sources of random numbers that functions in them may draw from.
     """
 
     def __init__(self, owner: Envoy, theirs: Iterable[object]) -> None:
         self.batches: list[SharedValues] = []
+        self.uses: frozenset[str] = frozenset()
         self._owner = owner
         self._theirs = {id(item): item for item in _containers(theirs)}
         self._candidates: dict[int, object] = {}
@@ -97,6 +102,7 @@ class Sharing:
                 SharedValues(encode({"shared": empty}, self._owner).data, encoded.data, encoded.tensors)
             )
             barriers.update(encoded.barriers)
+            self.uses |= encoded.uses
         return tuple(barriers.items())
 
     def check_unchanged(self, scope: Mapping[str, object]) -> None:

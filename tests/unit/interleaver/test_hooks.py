@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from invivo.envoy.address import INPUT, OUTPUT, Port, port_at
-from invivo.interleaver.hooks import StepHooks
+from invivo.interleaver.hooks import Hooks
 
 
 class Layer(torch.nn.Module):
@@ -49,9 +49,9 @@ class Model(torch.nn.Module):
         return x
 
 
-def watched(*ports: Port) -> tuple[Model, StepHooks, list[Port]]:
+def watched(*ports: Port) -> tuple[Model, Hooks, list[Port]]:
     model, fired = Model(), []  # type: ignore[var-annotated]
-    hooks = StepHooks(model, lambda port, value: fired.append(port))
+    hooks = Hooks(model, lambda port, value: fired.append(port))
     for port in ports:
         hooks.watch(port)
     return model, hooks, fired
@@ -101,7 +101,7 @@ def test_a_port_asked_for_inside_of_its_module_still_fires() -> None:
         if port == port_at("layers.1.inner", OUTPUT):
             hooks.watch(port_at("layers.1", OUTPUT))
 
-    hooks = StepHooks(model, fire)
+    hooks = Hooks(model, fire)
     hooks.watch(port_at("layers.1.inner", OUTPUT))
     model(torch.ones(1, 2))
     assert port_at("layers.1", OUTPUT) in fired
@@ -109,7 +109,7 @@ def test_a_port_asked_for_inside_of_its_module_still_fires() -> None:
 
 def test_all_ports_in_execution_order() -> None:
     model, fired = Model(), []  # type: ignore[var-annotated]
-    hooks = StepHooks(model, lambda port, value: fired.append(port))
+    hooks = Hooks(model, lambda port, value: fired.append(port))
     hooks.watch_all()
     model(torch.ones(1, 2))
     first = [
@@ -131,6 +131,6 @@ def test_all_ports_in_execution_order() -> None:
 
 def test_a_replacement_is_what_the_model_goes_on_with() -> None:
     model = Model()
-    hooks = StepHooks(model, lambda port, value: torch.zeros(1, 2) if port == port_at("layers.2", OUTPUT) else None)
+    hooks = Hooks(model, lambda port, value: torch.zeros(1, 2) if port == port_at("layers.2", OUTPUT) else None)
     hooks.watch(port_at("layers.2", OUTPUT))
     assert torch.equal(model(torch.ones(1, 2)), torch.zeros(1, 2))

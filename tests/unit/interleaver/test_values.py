@@ -8,42 +8,50 @@ from typing import cast
 import pytest
 import torch
 
+from invivo.envoy.address import OUTPUT, port_at
 from invivo.envoy.errors import UnsupportedError, WriteError
-from invivo.interleaver.values import Held, copy_rows, describe, map_tensors, put_rows, tensors_of
+from invivo.interleaver.values import Held, _cut, copies, describe, map_tensors, put_rows, tensors_of
 from invivo.interleaver.windows import Window
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  (what models return)
 WINDOW = Window(1, 2, 4)
+X = port_at("x", OUTPUT)
 
 
 def numbers(*shape: int) -> torch.Tensor:
     return torch.arange(float(torch.Size(shape).numel())).reshape(shape)
 
 
+def copy_rows(value: object, window: Window | None) -> object:
+    """The copy of one request."""
+    (copy,) = copies(value, [window], X)
+    return copy
+
+
 def test_copies_keep_the_structure() -> None:
     value = (numbers(4, 3), [numbers(4), None], {"a": numbers(4, 1)}, "text")
-    copy = cast("tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor], str]", copy_rows(value, WINDOW, "x"))
+    copy = cast("tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor], str]", copy_rows(value, WINDOW))
     assert torch.equal(copy[0], value[0][1:3])
     assert torch.equal(copy[1][0], value[1][0][1:3])  # type: ignore[index]
     assert torch.equal(copy[2]["a"], value[2]["a"][1:3])
     assert copy[1][1] is None and copy[3] == "text"
-    assert isinstance(copy_rows(Pair(numbers(4), 1), WINDOW, "x"), Pair)
+    assert isinstance(copy_rows(Pair(numbers(4), 1), WINDOW), Pair)
 
 
 def test_rows_may_follow_a_leading_one() -> None:
-    copy = copy_rows(numbers(1, 4, 3), WINDOW, "x")
+    copy = copy_rows(numbers(1, 4, 3), WINDOW)
     assert torch.equal(cast("torch.Tensor", copy), numbers(1, 4, 3)[:, 1:3])
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (5,), (), (2, 4)])
 def test_rows_that_cannot_be_told_are_an_error(shape: tuple[int, ...]) -> None:
     with pytest.raises(UnsupportedError, match=r"x\.output holds a tensor of shape .* the step has 4 rows"):
-        copy_rows(numbers(*shape), WINDOW, "x.output")
+        copy_rows(numbers(*shape), WINDOW)
 
 
 def test_an_untouched_copy_has_no_changes() -> None:
     with torch.inference_mode():
-        held = Held(copy_rows((numbers(4, 3), numbers(4)), WINDOW, "x"))
+        held = Held(copy_rows((numbers(4, 3), numbers(4)), WINDOW))
         torch.add(cast("tuple[torch.Tensor, ...]", held.value)[0], 1)
     assert held.changes() is None
 
@@ -51,11 +59,11 @@ def test_an_untouched_copy_has_no_changes() -> None:
 def test_edits_in_place_reach_only_the_window_and_only_a_new_tensor() -> None:
     with torch.inference_mode():
         value = (numbers(4, 3), numbers(4))
-        held = Held(copy_rows(value, WINDOW, "x"))
+        held = Held(copy_rows(value, WINDOW))
         cast("tuple[torch.Tensor, ...]", held.value)[0][-1] += 100  # through a view
         changes = held.changes()
         assert changes is not None and changes[1] is None
-        after = cast("tuple[torch.Tensor, torch.Tensor]", put_rows(value, changes, WINDOW, "x"))
+        after = cast("tuple[torch.Tensor, torch.Tensor]", put_rows(value, [(changes, WINDOW)], X))
     expected = numbers(4, 3)
     expected[2] += 100
     assert torch.equal(after[0], expected)
@@ -63,11 +71,54 @@ def test_edits_in_place_reach_only_the_window_and_only_a_new_tensor() -> None:
     assert after[1] is value[1]
 
 
+SPLITS = {
+    "all rows": ([Window(0, 2, 5), Window(2, 1, 5), Window(3, 2, 5)], True),
+    "in another order": ([Window(3, 2, 5), Window(0, 2, 5), Window(2, 1, 5)], True),
+    "rows of others between and behind": ([Window(0, 2, 6), Window(3, 2, 6)], True),
+    "mostly rows of others": ([Window(2, 1, 9), Window(5, 1, 9)], False),
+}
+
+
+@pytest.mark.parametrize(("windows", "at_once"), SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("form", ["tensor", "tuple", "behind a leading one", "transposed", "in a list"])
+def test_several_requests_get_copies_of_their_own_rows(form: str, windows: list[Window], at_once: bool) -> None:
+    total = windows[0].total
+    assert (_cut(tuple(windows)) is not None) == at_once
+    plain = numbers(total, 3)
+    value: object = {
+        "tensor": plain,
+        "tuple": (plain, None, plain + 100),
+        "behind a leading one": plain[None],
+        "transposed": numbers(3, total).T,
+        "in a list": [plain],
+    }[form]
+    with torch.inference_mode():
+        made = copies(value, windows, X)
+        held = [Held(copy) for copy in made]
+        before = tensors_of(value)
+        for copy, (start, length, _) in zip(made, windows, strict=True):
+            for mine, whole in zip(tensors_of(copy), before, strict=True):
+                rows = whole[:, start : start + length] if form == "behind a leading one" else whole[start:][:length]
+                assert torch.equal(mine, rows)
+                assert mine.untyped_storage().nbytes() == rows.numel() * 4, "no rows of others are in reach"
+        assert all(one.changes() is None for one in held)
+        for index, copy in enumerate(made):
+            tensors_of(copy)[0].fill_(-index)
+        changes = [(changed, window) for one, window in zip(held, windows, strict=True) if (changed := one.changes())]
+        after = tensors_of(put_rows(value, changes, X))
+    expected = before[0].clone()
+    for index, (start, length, _) in enumerate(windows):
+        (expected[0] if form == "behind a leading one" else expected)[start : start + length] = -index
+    assert torch.equal(after[0], expected)
+    assert after[0].stride() == before[0].stride()
+    assert torch.equal(tensors_of(value)[0], before[0]) and after[1:] == before[1:]
+
+
 def test_what_was_assigned_is_copied_for_the_model() -> None:
-    held = Held(copy_rows(numbers(4, 3), None, "x"))
+    held = Held(copy_rows(numbers(4, 3), None))
     mine = torch.zeros(4, 3)
     held.assign(mine, "x.output")
-    after = cast("torch.Tensor", put_rows(numbers(4, 3), held.changes() or [], None, "x"))
+    after = cast("torch.Tensor", put_rows(numbers(4, 3), [(held.changes() or [], None)], X))
     mine += 1
     assert torch.equal(after, torch.zeros(4, 3))
 
