@@ -49,6 +49,8 @@ class Reader:
 
     def _values(self, nodes: list[Node]) -> list[Any]:
         value = self.value
+        if len(nodes) == 1 and type(nodes[0]) is list and nodes[0][0] == Tag.ALIKE:
+            return self._alike(*nodes[0][1:])
         return [value(node) if type(node) is list else node for node in nodes]
 
     def _ref(self, number: int) -> Any:
@@ -80,6 +82,16 @@ class Reader:
 
     def _tensor(self, dtype: str, shape: list[int], index: int) -> Any:
         return self._new(buffers.tensor(dtype, tuple(shape), self._take(index)))
+
+    def _alike(self, dtype: str, shape: list[int], index: int) -> list[Any]:
+        import torch
+
+        if not math.prod(shape):
+            raise ValueError("many tensors without elements")  # a short message must not become many values
+        with torch.inference_mode(False):
+            made = [*torch.unbind_copy(buffers.tensor(dtype, tuple(shape), self._take(index)))]  # type: ignore[func-returns-value, misc]
+        self._met += made
+        return made
 
     def _array(self, dtype: str, shape: list[int], index: int) -> Any:
         import numpy

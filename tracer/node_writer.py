@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from . import buffers
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _MIN, _MAX = -(2**63), 2**63 - 1
 _LARGEST = 2**32 - 1
+_MANY, _SMALL = 4, 1 << 14
+"""Lists of this many tensors, of at most so many elements each, are one buffer."""
+
 _numpy_dtype = re.compile(NUMPY_DTYPE)
 
 
@@ -83,6 +87,9 @@ class Writer:
         kinds = set(map(type, values))
         if kinds <= _PLAIN or (kinds == {int} and min(values) >= _MIN and max(values) <= _MAX):
             return values
+        alike = self._alike(values, kinds) if len(values) >= _MANY else None
+        if alike is not None:
+            return [alike]
         nodes = []
         for index, value in enumerate(values):
             try:
@@ -91,6 +98,24 @@ class Writer:
                 error.steps.append(step(index))
                 raise
         return nodes
+
+    def _alike(self, values: list[Any], kinds: set[type]) -> Node | None:
+        """One node for tensors that are small, of one dtype and shape, and not met before; None if they are not."""
+        torch = sys.modules.get("torch")
+        if torch is None or kinds != {torch.Tensor}:
+            return None
+        first, ids = values[0], [*map(id, values)]
+        known = len(set(ids)) < len(ids) or not self._numbers.keys().isdisjoint(ids)
+        if known or not 0 < first.numel() <= _SMALL or len({value.dtype for value in values}) > 1:
+            return None
+        try:
+            with torch.no_grad():
+                dtype, shape, array = buffers.elements(torch.stack(values))
+        except (RuntimeError, NotImplementedError, Refusal):  # of several shapes or devices, or without plain elements
+            return None
+        self._numbers.update(zip(ids, count(len(self._numbers)), strict=False))
+        self._kept += values
+        return [Tag.ALIKE, dtype, shape, self._buffer(array)]
 
     def entries(self, value: Mapping[Any, Any]) -> tuple[list[Node], list[Node]]:
         """The nodes of the keys and of the values of a mapping."""

@@ -4,7 +4,9 @@ A message is one msgpack array, ``[version, tree]``. None, booleans, numbers, st
 tree as they are; any other value is an array whose first entry is a `Tag`. Lists, dicts, tensors, ... are
 numbered as they are first met, in the same order by writer and reader, so that a second occurrence is just a
 number: identity survives, and so do lists that contain themselves. The elements of tensors and arrays are in
-buffers beside the message, one for each: two views of one tensor are two values, at home as well.
+buffers beside the message: two views of one tensor are two values, at home as well. Each has a buffer of its own, but
+for lists of small tensors of one dtype and shape, which is what a block saves that follows a decode: these are one
+buffer, packed and unpacked with one call. Each of them is a value with a number of its own all the same.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-VERSION = 2
+VERSION = 3
 """Version of the format; a message of another version is refused."""
 
 Node = Any
@@ -50,6 +52,7 @@ class Tag(IntEnum):
     ARRAY = 19  # numpy dtype, shape, index of the buffer
     SCALAR = 20  # numpy dtype, bytes
     NAMED = 21  # name of a type in torch.return_types, items
+    ALIKE = 22  # dtype, shape with the number of tensors in front, index of the buffer; stands for all items of a list
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
