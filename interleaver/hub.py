@@ -38,6 +38,7 @@ class Hub:
     Args:
         model: the model whose modules can be reached.
         call: how to call a module on a block's own values, where that is not ``module(*args, **kwargs)``.
+        compiled: forwards in which no block waits for a module may run on a compiled model, where no hook is called.
 
     Attributes:
         tree: the model's modules, with the order once learned.
@@ -46,12 +47,13 @@ class Hub:
         edited: requests whose block changed what the model computes; the engine takes them out once they are gone.
     """
 
-    def __init__(self, model: torch.nn.Module, call: ModuleCall | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, call: ModuleCall | None = None, *, compiled: bool = False) -> None:
         self.tree = ModuleTree.of(model)
         self.mediators: dict[str, Mediator] = {}
         self.ended: set[str] = set()
         self.edited: set[str] = set()
         self._model = model
+        self._compiled = compiled
         self._drew = self._draws = True
         self._random: torch.Tensor | None = None
         self._hooks = Hooks(model, self.fire)
@@ -85,7 +87,6 @@ class Hub:
         self._draws = self._drew or draws(self._model)
         self.mediators[request] = mediator
         mediator.request = request
-        mediator.place = self._place
         mediator.passed = self._passed
         mediator.caller = self._call
         if mediator.done:
@@ -151,7 +152,7 @@ class Hub:
         present.sort(key=lambda item: self.mediators[item[0]].index)  # blocks of one trace, in their order
         for request, share in present:
             self._guarded(lambda request=request, share=share: self._begin(request, share))  # type: ignore[misc]
-        if self._learned is None and self.needs_modules:
+        if self._learned is None and present and (self.needs_modules or not self._compiled):
             SEAT.leave()
             self._recorder = Recorder()
             self._place.order = self._recorder.places
@@ -279,6 +280,7 @@ class Hub:
         if mediator.done:
             return
         mediator.share = share
+        mediator.place = self._place
         if isinstance(mediator.wait, BarrierWait):
             assert mediator.member is not None, "there are barriers in a group only"
             why = f"its request went on to step {expected} without it, as the engine did not hold it back"
@@ -350,6 +352,7 @@ class Hub:
                 if not port.of_step:
                     self._hooks.watch(port)
         elif isinstance(port, BarrierWait):
+            mediator.place = Place()  # when it goes on, its step may be over, which `_passed` tells
             self._meetings.come(mediator, port)
         elif mediator.done:
             if mediator.failure is not None or mediator.stopped:

@@ -55,6 +55,10 @@ class RunnerAdapter(Protocol):
         """Rows and step of every request of this engine step, once the runner has prepared its inputs."""
         ...
 
+    def compiled(self) -> bool:
+        """Whether forwards run on a compiled model, unless `eagerly`."""
+        ...
+
     def eagerly(self) -> AbstractContextManager[None]:
         """A context in which the forward runs module by module, however the model was compiled."""
         ...

@@ -147,6 +147,10 @@ class AdapterV1:
             rows,
         )
 
+    def compiled(self) -> bool:
+        """See `RunnerAdapter`."""
+        return bool(self._runner.vllm_config.compilation_config.mode)  # NONE is 0
+
     def eagerly(self) -> AbstractContextManager[None]:
         """See `RunnerAdapter`."""
         if self._eager is None:

@@ -208,7 +208,7 @@ class Serving:
 
     def _ready(self) -> Hub:
         if self._hub is None:
-            self._hub = Hub(self._adapter.model(), call_module)
+            self._hub = Hub(self._adapter.model(), call_module, compiled=self._adapter.compiled())
             self._root = RootEnvoy(self._hub.tree, "")
         return self._hub
 

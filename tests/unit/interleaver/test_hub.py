@@ -238,13 +238,23 @@ def test_integrity_names_what_is_left(batch: Batch) -> None:
         batch.hub.check_integrity()
 
 
-def test_order_is_learned_once_and_where_a_block_waits_for_a_module(batch: Batch) -> None:
-    batch.add("a", lambda envoy, mediator: {"logits": envoy.logits})
+def test_order_is_learned_once(batch: Batch) -> None:
+    batch.add("a", lambda envoy, mediator: {})
+    assert batch.hub.learned is None
     batch.step(torch.randn(2, 3), split(2))
-    assert batch.hub.learned is None, "the forward of such a step may be a compiled one, which calls no modules"
-    batch.add("b", lambda envoy, mediator: {"hidden": envoy.first.output})
-    batch.step(torch.randn(2, 3), {"b": Share(Window(0, 2, 2), Window(0, 1, 1), 0)})
     assert batch.hub.learned is not None
     assert batch.hub.tree.places[port_at("first", OUTPUT)] == (2,)
     assert port_at("unused", OUTPUT) not in batch.hub.tree.places
     assert batch.hub.tree.shapes["first"] == "[n, 3]"
+
+
+def test_the_order_of_a_compiled_model_is_learned_where_a_block_waits_for_a_module() -> None:
+    batch = Batch()
+    batch.hub = Hub(batch.model, compiled=True)
+    batch.add("a", lambda envoy, mediator: {"logits": envoy.logits})
+    batch.step(torch.randn(2, 3), split(2))
+    assert batch.hub.learned is None, "no module was called"
+    batch.add("b", lambda envoy, mediator: {"hidden": batch.envoy.first.output})
+    batch.envoy = RootEnvoy(batch.hub.tree, "")
+    batch.step(torch.randn(2, 3), {"b": Share(Window(0, 2, 2), Window(0, 1, 1), 0)})
+    assert port_at("first", OUTPUT) in batch.hub.tree.places
