@@ -1,7 +1,7 @@
 # The README's commands. Each makes the environment it needs, from nothing, the first time it is run:
 #   make demo        a tour in the terminal, on a real model
 #   make test        checkers and tests
-#   make test-all    the slow tests too: tensor and pipeline parallel, served, crashes
+#   make test-all    the slow tests too: more ways in which processes end, long runs, notebooks
 #   make lint        ruff, mypy, pyright, import-linter
 #   make notebooks   runs every notebook again, in place
 #   make bench       the benchmarks

@@ -93,7 +93,7 @@ class Local(RootEnvoy):
         tokenizer: its tokenizer, for prompts that are text or chat messages.
         time_limit: seconds that a block may take between two ports; None for as long as it likes.
         memory_limit: bytes that it may add to the process between two ports, or below 1 a share of what is available.
-        save_limit: bytes that one trace may save.
+        save_limit: bytes that a block may save, of a trace of several each one.
 
     Raises:
         MisuseError: a limit that is no positive number.

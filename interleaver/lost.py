@@ -62,11 +62,6 @@ def _message(name: str, value: object) -> str:
     )
 
 
-def reachable_ids(value: object) -> set[int]:
-    """Identities of a value and of everything inside its containers."""
-    return {id(item) for item in _reachable(value)}
-
-
 def _mutable(value: object) -> bool:
     if isinstance(value, FunctionType):
         return bool(value.__closure__)

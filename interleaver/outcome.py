@@ -11,11 +11,10 @@ from ..envoy.tree import Learned
 from ..tracer.backend import Reply
 from ..tracer.block import Block
 from ..tracer.failure import Failure, describe
-from ..tracer.naming import saved_by_name, unheld
+from ..tracer.naming import held, saved_by_name, unheld
 from ..tracer.results import Packed, pack
 from ..tracer.tracebacks import FrameLine
 from .launch import Launched
-from .lost import reachable_ids
 from .mediator import Mediator
 
 
@@ -113,8 +112,8 @@ def named_saves(mediator: Mediator) -> dict[str, object]:
     saves = saved_by_name(mediator.scope, mediator.saved)
     if mediator.failure is not None:
         return saves
-    held = {identity for value in saves.values() for identity in reachable_ids(value)}
+    kept = held(saves.values())
     for entry in mediator.saved:
-        if not entry.sent and id(entry.value) not in held:
+        if not entry.sent and id(entry.value) not in kept:
             mediator.warnings.append((unheld(entry), entry.line))
     return saves

@@ -66,6 +66,10 @@ class Captured(NamedTuple):
     locals: dict[str, object]
     globals: dict[str, object]
 
+    def by_name(self) -> dict[str, object]:
+        """What each name means in the body."""
+        return {**self.globals, **self.locals}
+
 
 class _Module(NamedTuple):
     """A parsed file, and for each `with` of it the scopes around it, the innermost last."""

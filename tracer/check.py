@@ -13,29 +13,29 @@ from collections.abc import Iterator, Mapping
 
 from ..envoy.envoy import Envoy
 from ..envoy.errors import UnknownNameError
+from .capture import Captured, Site
 
 
-def check_names(body: ast.AST, values: Mapping[str, object], assigned: frozenset[str], filename: str) -> None:
+def check_names(site: Site, captured: Captured) -> None:
     """Resolve every chain of attributes and indices that starts at an Envoy.
 
     Args:
-        body: the `with` statement, with true line numbers.
-        values: captured variables.
-        assigned: names that the block itself assigns; chains from these are not followed.
-        filename: for the message.
+        site: the block; chains from names that it assigns itself are not followed.
+        captured: the variables that it reads.
 
     Raises:
         UnknownNameError: a name that the tree does not have; it says where.
     """
-    roots = {name: value for name, value in values.items() if isinstance(value, Envoy) and name not in assigned}
+    values = captured.by_name().items()
+    roots = {name: value for name, value in values if isinstance(value, Envoy) and name not in site.stores}
     if not roots:
         return
-    for node in _certain(body):
+    for node in _certain(site.tree):
         if isinstance(node, ast.Attribute | ast.Subscript):
             try:
                 _resolve(node, roots)
             except UnknownNameError as error:
-                raise UnknownNameError(f"{filename}:{node.lineno}: {error}") from None
+                raise UnknownNameError(f"{site.block.filename}:{node.lineno}: {error}") from None
 
 
 def _certain(node: ast.AST) -> Iterator[ast.AST]:

@@ -6,7 +6,7 @@ it. The place is an instruction, not a line, so a `with` on one line works as we
 
 On Python 3.12 and later the hook is one of `sys.monitoring`. On 3.11 it is a trace function, and when that raises,
 CPython switches tracing off altogether: whoever was tracing before (a debugger, coverage) would be blind from then on.
-`Skipper.disarm` gives the frame and the thread back as they were.
+`Skipper.skipped` gives the frame and the thread back as they were.
 """
 
 from __future__ import annotations
@@ -33,21 +33,20 @@ class SkipBody(BaseException):
 class Skipper:
     """Leaves one body, once.
 
-    `arm` must be the last thing that `__enter__` does, and `disarm` the first that `__exit__` does, whatever
+    `arm` must be the last thing that `__enter__` does, and `skipped` the first that `__exit__` does, whatever
     exception it is given.
 
     Args:
         frame: the frame that holds the `with`.
         site: where in it, as found by `capture.locate` for this very frame.
         value: what `__enter__` returns. Python can store it after `as` by itself, but for bodies that start with
-            `try` or do nothing (`Site.binds`): there `disarm` does.
+            `try` or do nothing (`Site.binds`): there `skipped` does.
     """
 
     def __init__(self, frame: FrameType, site: Site, value: object) -> None:
         self._frame: FrameType | None = frame
         self._site = site
         self._value = value
-        self._armed = False
         self._traced = False
         self._thread: Any = None
         self._local: Any = None
@@ -57,7 +56,6 @@ class Skipper:
         """Makes the frame raise `SkipBody` at the first instruction of the body."""
         frame = self._frame
         assert frame is not None, "a Skipper is for one use"
-        self._armed = True
         self._local = frame.f_trace
         if leave(frame, self._site.enter, self._site.start, SkipBody):
             frame.f_trace = None  # a debugger need not stop at SkipBody
@@ -73,12 +71,27 @@ class Skipper:
         frame.f_trace = self._trace
         sys.settrace(self._trace)
 
-    def disarm(self) -> None:
-        """Puts back what `arm` found. May be called again, and without `arm`."""
+    def skipped(self, error: BaseException | None) -> FrameType | None:
+        """Puts back what `arm` found, and says whether the body was skipped.
+
+        Args:
+            error: what `__exit__` is given.
+
+        Returns:
+            The frame that holds the `with`; None if another exception left the body, which has to go on.
+        """
         frame, self._frame = self._frame, None
+        assert frame is not None, "a Skipper is for one use"
+        self._disarm(frame)
+        if error is None:
+            return frame
+        if not isinstance(error, SkipBody):
+            return None
+        error.__traceback__ = None
+        return frame
+
+    def _disarm(self, frame: FrameType) -> None:
         value, self._value = self._value, None
-        if frame is None or not self._armed:
-            return
         local, self._local = self._local, None
         if not self._traced:
             forget()

@@ -10,7 +10,7 @@ from typing import Self
 
 from .block import Payload
 from .capture import Captured, Site, locate, read
-from .frames import SkipBody, Skipper, bind, release
+from .frames import Skipper, bind, release
 from .handed import HandedOn
 from .tracer import Tracer
 
@@ -27,8 +27,8 @@ class Invoke(Tracer):
 
     Attributes:
         site: the block; None before the `with`.
-        frame: the frame that holds the `with`, while that is entered.
-        values: the variables that the block reads, while the `with` is entered.
+        frame: the frame that holds the `with`, while the body is captured.
+        values: the variables that the block reads, while the body is captured.
         payload: what travels, as far as it is known when the body is captured.
         barriers: the barriers that it refers to.
         takes: names whose values come from earlier invokes, with the number of that.
@@ -72,7 +72,8 @@ class Invoke(Tracer):
         self.values = read(self.site, self.frame)
         self._captured(self)
         self.values = Captured({}, {})
-        self._skipper = Skipper(self.frame, self.site, self)
+        frame, self.frame = self.frame, None
+        self._skipper = Skipper(frame, self.site, self)
         self._skipper.arm()
         return self
 
@@ -80,14 +81,11 @@ class Invoke(Tracer):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         """Leave stand-ins under the names that the block assigns."""
-        assert self._skipper is not None and self.frame is not None and self.site is not None
-        self._skipper.disarm()
+        assert self._skipper is not None and self.site is not None
+        frame = self._skipper.skipped(error)
         self._left = True
-        frame, self.frame = self.frame, None
-        if kind is not None and not issubclass(kind, SkipBody):
+        if frame is None:
             return False
-        if error is not None:
-            error.__traceback__ = None
         bind(frame, {name: HandedOn(self.trace, self.index, name) for name in _assigned(self.site, frame)}, ())
         return True
 

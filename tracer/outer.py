@@ -23,7 +23,7 @@ from .capture import Captured, Site, locate, read
 from .check import check_names
 from .dependencies import check_barriers
 from .failure import rebuild
-from .frames import SkipBody, Skipper, bind, release
+from .frames import Skipper, bind, release
 from .handed import HandedOn
 from .invoke import Invoke
 from .naming import Saved, held, saved_by_name, unheld
@@ -56,7 +56,6 @@ class OuterTrace:
         self._model = model
         self._backend = backend
         self._tracer = OuterTracer(uuid.uuid4().hex, make_request, sampling, self._take_in)
-        self._frame: FrameType | None = None
         self._site: Site | None = None
         self._captured = Captured({}, {})
         self._skipper: Skipper | None = None
@@ -74,11 +73,10 @@ class OuterTrace:
         frame = sys._getframe(1)
         site = locate(frame, "outer")
         self._captured = read(site, frame)
-        values = {**self._captured.globals, **self._captured.locals}
-        check_names(site.tree, values, frozenset(site.stores), site.block.filename)
-        self._sharing = Sharing(self._model, values.values())
+        check_names(site, self._captured)
+        self._sharing = Sharing(self._model, self._captured.by_name().values())
         self._program = compile_block(site.block)
-        self._frame, self._site = frame, site
+        self._site = site
         self._skipper = Skipper(frame, site, self._tracer)
         self._skipper.arm()
         return self._tracer
@@ -92,13 +90,9 @@ class OuterTrace:
             whatever the body raised, or else the first invoke that raised, and the errors of the backend.
         """
         assert self._skipper is not None and self._site is not None
-        self._skipper.disarm()
-        frame, self._frame = self._frame, None
-        assert frame is not None
-        if kind is not None and not issubclass(kind, SkipBody):
+        frame = self._skipper.skipped(error)
+        if frame is None:
             return False
-        if error is not None:
-            error.__traceback__ = None
         try:
             scope = self._run_body(frame, self._site)
             invokes = self._tracer.invokes

@@ -35,8 +35,7 @@ def encode_values(site: Site, captured: Captured, model: RootEnvoy, key: Key | N
     Raises:
         UnknownNameError, TransferError: as in `make_payload`.
     """
-    values = {**captured.globals, **captured.locals}
-    check_names(site.tree, values, frozenset(site.stores), site.block.filename)
+    check_names(site, captured)
     return encode({"local": captured.locals, "global": captured.globals}, model, key)
 
 

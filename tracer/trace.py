@@ -11,7 +11,7 @@ import sys
 import warnings
 import weakref
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from ..envoy.envoy import RootEnvoy
@@ -19,7 +19,7 @@ from ..envoy.errors import InvivoWarning
 from .block import Block, Payload
 from .capture import Site, locate, read
 from .failure import rebuild
-from .frames import SkipBody, Skipper, bind
+from .frames import Skipper, bind
 from .packing import make_payload
 from .results import unpack
 from .streaming import StreamingBackend
@@ -47,7 +47,6 @@ class Trace:
         self._request = request
         self._seed = seed
         self._tracer = Tracer()
-        self._frame: FrameType | None = None
         self._site: Site | None = None
         self._payload: Payload | None = None
         self._skipper: Skipper | None = None
@@ -63,7 +62,7 @@ class Trace:
         frame = sys._getframe(1)
         site = locate(frame)
         self._payload = make_payload(site, read(site, frame), self._model, self._seed)
-        self._frame, self._site = frame, site
+        self._site = site
         self._skipper = Skipper(frame, site, self._tracer)
         self._skipper.arm()
         return self._tracer
@@ -77,13 +76,9 @@ class Trace:
             whatever the block raised, and the errors of the backend.
         """
         assert self._skipper is not None and self._site is not None and self._payload is not None
-        self._skipper.disarm()
-        frame, self._frame = self._frame, None
-        assert frame is not None
-        if kind is not None and not issubclass(kind, SkipBody):
+        frame = self._skipper.skipped(error)
+        if frame is None:
             return False
-        if error is not None:
-            error.__traceback__ = None
         site, home = self._site, partial(_come_home, weakref.ref(self._tracer), self._model, self._site.block)
         try:
             if isinstance(self._backend, StreamingBackend):

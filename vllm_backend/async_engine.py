@@ -20,7 +20,7 @@ from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive
 from .loop_thread import LoopThread
 from .request_output import encode_output
 from .sampling import refusals
-from .watch import watch
+from .watch import dies, watch
 
 
 class TracingLLM(AsyncLLM):
@@ -41,6 +41,27 @@ class TracingLLM(AsyncLLM):
         if self.errored:
             raise EngineDeadError
         await self._add_request(request, prompt.text, None, 0, inbox)
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a method of every worker.
+
+        Raises:
+            EngineDeadError: the engine's process is gone, or goes now.
+        """
+        try:
+            return await super().collective_rpc(method, timeout, args, kwargs)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if await asyncio.to_thread(dies, self.engine_core):
+                raise EngineDeadError from error
+            raise
 
 
 class AsyncEngine(Lifecycle[TracingLLM]):

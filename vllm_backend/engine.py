@@ -13,7 +13,7 @@ from ..envoy.errors import InternalError, MisuseError
 from .compat import EngineDeadError
 from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive
 from .sampling import refusals
-from .watch import watch
+from .watch import dies, watch
 
 Call: TypeAlias = "Callable[..., Any]"
 """Calls a method of the (one) worker: its name, then its arguments."""
@@ -142,4 +142,11 @@ class Engine(Lifecycle[LLM]):
 
 
 def _call(llm: LLM, method: str, *args: object) -> Any:
-    return llm.collective_rpc(method, args=args)[0]
+    try:
+        return llm.collective_rpc(method, args=args)[0]
+    except EngineDeadError:
+        raise
+    except Exception as error:
+        if dies(llm.llm_engine.engine_core):
+            raise EngineDeadError from error
+        raise

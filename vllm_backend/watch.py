@@ -1,7 +1,8 @@
 """Noticing that an engine's process has died.
 
 vLLM notices it, too, and lets later calls fail. But whoever waits for the engine at that moment waits for ever: its
-clients (`vllm/v1/engine/core_client.py`) close the socket and leave the waiting ones alone.
+clients (`vllm/v1/engine/core_client.py`) close the socket and leave the waiting ones alone. And when a worker dies
+during a call, the call fails first, with an exception like any other, and the engine's word of its own end comes later.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 from .compat import EngineDeadError
 
 _PAUSE = 0.1
+_LAST_WORDS = 5.0
+"""Seconds in which an engine whose worker has died must have said that it dies, too."""
 
 Run = Callable[[Callable[[], None]], object]
 
@@ -50,3 +53,18 @@ def _watch(sentinels: list[int], resources: Any, outputs: Any, calls: dict[int, 
         except RuntimeError:
             return  # the event loop where it would be told is closed
         time.sleep(_PAUSE)
+
+
+def dies(core: Any) -> bool:
+    """Whether the engine of a call that has failed is dead, or is about to be; may wait for seconds.
+
+    Args:
+        core: the engine's client; one without processes of its own lives.
+    """
+    resources = getattr(core, "resources", None)
+    if resources is None:
+        return False
+    latest = time.monotonic() + _LAST_WORDS
+    while not resources.engine_dead and time.monotonic() < latest:
+        time.sleep(_PAUSE)
+    return bool(resources.engine_dead)

@@ -16,7 +16,7 @@ import torch
 from invivo import VLLM, save
 from smollm2 import smollm2_path
 from support.checkpoints import FAMILIES, tiny_checkpoint
-from support.compare import add, errors, find, nudge, replace_first, replace_last, tensors, zero
+from support.compare import add, differences, errors, every_edit, find, nudge, tensors, worst, zero
 from support.mapping import Reading, Target, readings, targets
 from support.reference import Reference, Trace
 
@@ -147,26 +147,18 @@ def edited(case: Case, target: Target, change: Any, at: int | None) -> tuple[lis
     return logits, generated(tracer)
 
 
-@pytest.mark.parametrize(
-    ("change", "at"),
-    [(zero, None), (add, None), (replace_last, None), (replace_first, 0), (add, 3)],
-    ids=["zero", "add", "replace the last", "replace the first of the prompt", "add in step 3"],
-)
+@every_edit
 def test_edits_have_the_effect_that_they_have_in_the_reference(case: Case, change: Any, at: int | None) -> None:
     wrong = []
     if case.layers > 4 and change is add:
         change = nudge  # a trained model makes much of large vectors in its first layer, of rounding errors too
     for target in case.targets()[:: 1 if case.layers <= 4 or at is None else 4]:
         expected = case.reference.run(PROMPT, STEPS, [target.edit(at, change)], record=False)
-        logits, tokens = edited(case, target, change, at)
-        worst = max(errors(a, step.logits) for a, step in zip(logits, expected.steps, strict=True))
-        if tokens != expected.tokens or not worst < BOUND:
-            wrong.append(f"{target.address} ({target.quantity}): {worst:.2e}, {tokens} for {expected.tokens}")
+        name = f"{target.address} ({target.quantity})"
+        wrong += differences(name, edited(case, target, change, at), expected, BOUND)
         if at is None:
-            effect = max(
-                errors(edit.logits, step.logits) for edit, step in zip(expected.steps, case.plain.steps, strict=True)
-            )
-            assert effect > (10 if change is nudge else 100) * BOUND, f"the edit of {target.address} shows nothing"
+            effect = worst([step.logits for step in expected.steps], case.plain)
+            assert effect > (10 if change is nudge else 100) * BOUND, f"the edit of {name} shows nothing"
     assert not wrong, "\n".join(wrong)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from invivo import Local, save
 from support.checkpoints import FAMILIES, tiny_checkpoint
-from support.compare import add, errors, find, replace_first, replace_last, tensors, zero
+from support.compare import differences, errors, every_edit, find, tensors
 from support.mapping import targets
 from support.reference import Reference, Trace
 
@@ -98,11 +98,7 @@ def edited(case: Case, address: str, change: Any, at: int | None) -> tuple[list[
     return logits, list(cast(Any, tracer.result).token_ids)
 
 
-@pytest.mark.parametrize(
-    ("change", "at"),
-    [(zero, None), (add, None), (replace_last, None), (replace_first, 0), (add, 3)],
-    ids=["zero", "add", "replace the last", "replace the first of the prompt", "add in step 3"],
-)
+@every_edit
 def test_edits_have_the_effect_that_they_have_in_the_reference(case: Case, change: Any, at: int | None) -> None:
     wrong = []
     for target in targets(case.family, 3):
@@ -112,8 +108,6 @@ def test_edits_have_the_effect_that_they_have_in_the_reference(case: Case, chang
             continue
         plain = replace(target, scaled=False)
         expected = case.reference.run(PROMPT, STEPS, [plain.edit(at, change)], record=False)
-        logits, tokens = edited(case, target.reference, change, at)
-        worst = max(errors(a, step.logits) for a, step in zip(logits, expected.steps, strict=True))
-        if tokens != expected.tokens or not worst < BOUND:
-            wrong.append(f"{target.reference} ({target.quantity}): {worst:.2e}, {tokens}")
+        name = f"{target.reference} ({target.quantity})"
+        wrong += differences(name, edited(case, target.reference, change, at), expected, BOUND)
     assert not wrong, "\n".join(wrong)

@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from smollm2 import smollm2_path
-from support.checkpoints import tiny_checkpoint
-from support.contract import ENGINE
-from support.processes import processes_named, start_script, still_there
+from support.processes import assert_killing_leaves_no_process, finish, named_by, start_script, still_there
 
 pytestmark = pytest.mark.engine
 
 START = """\
-import asyncio, sys, threading, time, traceback
+import asyncio, sys, time
 import psutil
-from invivo import VLLM, EngineClosedError, EngineDiedError
+from invivo import VLLM, EngineDiedError
+from support.processes import engine_processes, still_there
 
 model = VLLM({path!r}, mode="async", **{engine!r})
 
@@ -42,9 +40,8 @@ asyncio.run(main())
 
 KILLED_ENGINE = """
 model.dispatch()
-before = psutil.Process().children(recursive=True)
-core = next(process for process in psutil.Process().children() if process.children())
-victim = {{"core": core, "worker": core.children()[0]}}[{who!r}]
+processes = engine_processes()
+victim = processes[{victim}]
 
 
 async def take(tracer):
@@ -75,9 +72,7 @@ async def main():
     model.close()
 
 asyncio.run(main())
-_, alive = psutil.wait_procs([core, *before], timeout=30)
-alive = [process for process in alive if "resource_tracker" not in " ".join(process.cmdline())]
-assert not alive, alive
+assert not still_there(processes)
 print("all is well")
 """
 
@@ -97,28 +92,13 @@ asyncio.run(main())
 """
 
 
-def script_of(tmp_path: Path, source: str, **values: object) -> str:
-    path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
-    return (START + source).format(path=path, engine=ENGINE | {"max_model_len": 128}, **values)
-
-
 def test_a_killed_client_leaves_no_process(tmp_path: Path) -> None:
-    with start_script(tmp_path / "killed.py", script_of(tmp_path, KILLED_CLIENT)) as script:
-        assert script.stdout is not None
-        line = next(line for line in script.stdout if line.strip() and line.replace(" ", "").strip().isdigit())
-        processes = processes_named(line)
-        assert len(processes) >= 2
-        script.kill()
-        script.wait()
-        assert not still_there(processes)
+    assert_killing_leaves_no_process(start_script(tmp_path, START + KILLED_CLIENT))
 
 
-@pytest.mark.parametrize("who", ["core", pytest.param("worker", marks=pytest.mark.slow)])
-def test_an_engine_killed_while_outputs_come(tmp_path: Path, who: str) -> None:
-    script = start_script(tmp_path / "killed.py", script_of(tmp_path, KILLED_ENGINE, who=who))
-    stdout, stderr = script.communicate(timeout=200)
-    assert script.returncode == 0, stderr[-4000:]
-    assert "all is well" in stdout
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["core", "worker"])
+def test_an_engine_killed_while_outputs_come(tmp_path: Path, victim: int) -> None:
+    assert "all is well" in finish(start_script(tmp_path, START + KILLED_ENGINE, victim=victim)).stdout
 
 
 @pytest.mark.parametrize(
@@ -130,10 +110,7 @@ def test_an_engine_killed_while_outputs_come(tmp_path: Path, who: str) -> None:
     ],
 )
 def test_a_client_that_ends_leaves_no_process(tmp_path: Path, then: str) -> None:
-    script = start_script(tmp_path / "ends.py", script_of(tmp_path, ENDS, then=then))
-    stdout, stderr = script.communicate(timeout=200)
-    assert script.returncode == (3 if "exit" in then else 0), stderr[-4000:]
-    (line,) = [line for line in stdout.splitlines() if line and line.replace(" ", "").isdigit()]
-    assert len(line.split()) >= 2
-    assert not still_there(processes_named(line))
+    script = start_script(tmp_path, START + ENDS, then=then)
+    stdout, stderr = finish(script, 3 if "exit" in then else 0)
+    assert not still_there(named_by(stdout.splitlines()))
     assert "Traceback" not in stderr.partition("ready after")[2], stderr[-4000:]

@@ -6,28 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from smollm2 import smollm2_path
-from support.checkpoints import tiny_checkpoint
-from support.contract import ENGINE
-from support.processes import start_script
+from support.processes import finish, start_script
 
 pytestmark = pytest.mark.engine
 
 SCRIPT = """
 import threading, traceback
-import psutil
 from invivo import VLLM, EngineDiedError
+from support.processes import engine_processes, still_there
 
 model = VLLM({path!r}, **{engine!r}).dispatch()
-before = psutil.Process().children(recursive=True)
-core = next(process for process in psutil.Process().children() if process.children())
-victim = {{"core": core, "worker": core.children()[0]}}[{who!r}]
-threading.Timer(1, victim.kill).start()
+processes = engine_processes()
+threading.Timer(1, processes[{victim}].kill).start()
 try:
-    with model.trace([1, 2, 3], max_tokens=120, ignore_eos=True) as tracer:
+    with model.trace([1, 2, 3], max_tokens={steps}, ignore_eos=True) as tracer:
         import time
         for step in tracer.iter[:]:
             time.sleep(0.1)
+        time.sleep(20)  # in the call that collects what was saved
 except EngineDiedError as error:
     assert "Make a new `VLLM(...)`" in str(error)
     assert "SkipBody" not in "".join(traceback.format_exception(error))
@@ -41,18 +37,19 @@ for attempt in range(2):
         continue
     raise AssertionError("a dead engine answered")
 model.close()
-_, alive = psutil.wait_procs([core, *before], timeout=30)
-alive = [process for process in alive if "resource_tracker" not in " ".join(process.cmdline())]
-assert not alive, alive
+assert not still_there(processes)
 print("all is well")
 """
 
 
-@pytest.mark.parametrize("who", ["core", pytest.param("worker", marks=pytest.mark.slow)])
-def test_an_engine_killed_in_the_middle_of_a_trace(tmp_path: Path, who: str) -> None:
-    path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
-    source = SCRIPT.format(path=path, engine=ENGINE | {"max_model_len": 128}, who=who)
-    script = start_script(tmp_path / "killed.py", source)
-    stdout, stderr = script.communicate(timeout=200)
-    assert script.returncode == 0, stderr[-4000:]
-    assert "all is well" in stdout
+@pytest.mark.parametrize(
+    ("victim", "steps"),
+    [
+        pytest.param(0, 120, id="core"),
+        pytest.param(1, 120, id="worker", marks=pytest.mark.slow),
+        pytest.param(0, 1, id="core, collecting", marks=pytest.mark.slow),
+        pytest.param(1, 1, id="worker, collecting", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_killed_in_the_middle_of_a_trace(tmp_path: Path, victim: int, steps: int) -> None:
+    assert "all is well" in finish(start_script(tmp_path, SCRIPT, victim=victim, steps=steps)).stdout

@@ -6,20 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from smollm2 import smollm2_path
-from support.checkpoints import tiny_checkpoint
-from support.contract import ENGINE
-from support.processes import processes_named, start_script, still_there
+from support.processes import finish, named_by, start_script, still_there
 
 pytestmark = pytest.mark.engine
 
 SCRIPT = """
-import gc, os, sys, threading, psutil
+import gc, os, threading, psutil
 from invivo import VLLM, EngineDiedError
+from support.processes import engine_processes
 
 model = VLLM({path!r}, **{engine!r}).dispatch()
-core = next(process for process in psutil.Process().children() if process.children())
-worker = core.children()[0]
+core, worker = engine_processes()
 print(core.pid, worker.pid, flush=True)
 
 
@@ -66,14 +63,7 @@ model.close()
 
 @pytest.mark.parametrize("who", ["client", pytest.param("engine", marks=pytest.mark.slow)])
 def test_killed_while_saves_are_copied(tmp_path: Path, who: str) -> None:
-    path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
-    source = SCRIPT.format(path=path, engine=ENGINE | {"max_model_len": 128}, who=who)
-    script = start_script(tmp_path / "killed.py", source)
-    stdout, stderr = script.communicate(timeout=200)
-    (line,) = [line for line in stdout.splitlines() if line and line.replace(" ", "").isdigit()]
-    assert not still_there(processes_named(line))
-    if who == "client":
-        assert script.returncode == -9, stderr[-4000:]
-    else:
-        assert "died as it should" in stdout, stderr[-4000:]
-        assert script.returncode == 0, stderr[-4000:]
+    script = start_script(tmp_path, SCRIPT, who=who)
+    written = finish(script, -9 if who == "client" else 0)
+    assert not still_there(named_by(written.stdout.splitlines()))
+    assert who == "client" or "died as it should" in written.stdout

@@ -13,10 +13,16 @@ import psutil
 import pytest
 import torch
 
-from smollm2 import smollm2_path
-from support.checkpoints import tiny_checkpoint
-from support.contract import ENGINE, PROMPT, assert_serves
-from support.processes import descendants, processes_named, resident, start_script, still_there
+from support.contract import PROMPT, assert_serves
+from support.processes import (
+    assert_killing_leaves_no_process,
+    descendants,
+    finish,
+    named_by,
+    resident,
+    start_script,
+    still_there,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -129,11 +135,10 @@ ENDS = {
     "exits": "sys.exit(3)",
     "raises": "raise RuntimeError('of the script')",
     "closes": (
+        "from support.processes import engine_processes, still_there\n"
+        "processes = engine_processes()\n"
         "model.close()\n"
-        "children = psutil.Process().children(recursive=True)\n"
-        "engines = [child for child in children if 'resource_tracker' not in ' '.join(child.cmdline())]\n"
-        "gone, alive = psutil.wait_procs(engines, timeout=60)\n"
-        "assert not alive, alive\n"
+        "assert not still_there(processes)\n"
         "from invivo import EngineClosedError\n"
         "for attempt in (lambda: model.trace([1], max_tokens=1), lambda: model.engine, model.dispatch):\n"
         "    try:\n"
@@ -152,26 +157,10 @@ ENDS = {
 )
 def test_a_plain_script_leaves_no_process(tmp_path: Path, end: str) -> None:
     """F5 and F6 too: the first trace starts the engine, at the top level of a script, without an `if __name__`."""
-    path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
-    engine = ENGINE | {"max_model_len": 128}
-    script = start_script(tmp_path / "plain.py", TOP_LEVEL.format(path=path, engine=engine, then=ENDS[end]))
-    stdout, stderr = script.communicate(timeout=200)
-    assert script.returncode == {"exits": 3, "raises": 1}.get(end, 0), stderr[-4000:]
-    (line,) = [line for line in stdout.splitlines() if line and line.replace(" ", "").isdigit()]
-    assert len(line.split()) >= 2  # engine core and worker
-    assert not still_there(processes_named(line))
+    stdout, stderr = finish(start_script(tmp_path, TOP_LEVEL, then=ENDS[end]), {"exits": 3, "raises": 1}.get(end, 0))
+    assert not still_there(named_by(stdout.splitlines()))
     assert "invivo: engine for" in stderr and "ready after" in stderr
 
 
 def test_a_killed_client_leaves_no_process(tmp_path: Path) -> None:
-    path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
-    engine = ENGINE | {"max_model_len": 128}
-    source = TOP_LEVEL.format(path=path, engine=engine, then="sys.stdin.read()")
-    with start_script(tmp_path / "killed.py", source) as script:
-        assert script.stdout is not None
-        line = next(line for line in script.stdout if line.strip() and line.replace(" ", "").strip().isdigit())
-        processes = processes_named(line)
-        assert len(processes) >= 2
-        script.kill()
-        script.wait()
-        assert not still_there(processes)
+    assert_killing_leaves_no_process(start_script(tmp_path, TOP_LEVEL, then="sys.stdin.read()"))

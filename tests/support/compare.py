@@ -5,9 +5,14 @@ Blocks use these functions by name; they travel to the engine by value, as any f
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
+
+if TYPE_CHECKING:
+    from support.reference import Trace
 
 
 def find(model: Any, address: str) -> Any:
@@ -38,6 +43,20 @@ def errors(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(max(by_norm, by_element))
 
 
+def worst(logits: Sequence[torch.Tensor], expected: Trace) -> float:
+    """The largest error of the logits of all steps."""
+    return max(errors(found, step.logits) for found, step in zip(logits, expected.steps, strict=True))
+
+
+def differences(name: str, run: tuple[list[torch.Tensor], list[int]], expected: Trace, bound: float) -> list[str]:
+    """A line for a run, its logits and tokens, that is not as in the reference; none for one that is."""
+    logits, tokens = run
+    error = worst(logits, expected)
+    if tokens == expected.tokens and error < bound:
+        return []
+    return [f"{name}: {error:.2e}, {tokens} for {expected.tokens}"]
+
+
 def zero(rows: torch.Tensor) -> None:
     rows.zero_()
 
@@ -61,3 +80,11 @@ def replace_last(rows: torch.Tensor) -> None:
 
 def replace_first(rows: torch.Tensor) -> None:
     rows[0] = vector(rows)
+
+
+every_edit = pytest.mark.parametrize(
+    ("change", "at"),
+    [(zero, None), (add, None), (replace_last, None), (replace_first, 0), (add, 3)],
+    ids=["zero", "add", "replace the last", "replace the first of the prompt", "add in step 3"],
+)
+"""A test of what an edit `change` does, at step `at` or at every step."""

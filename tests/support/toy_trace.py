@@ -6,7 +6,7 @@ It uses the real capture, frames and program, so that what they do can be tested
 from __future__ import annotations
 
 import sys
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 from invivo.tracer import capture, frames, program
@@ -21,7 +21,7 @@ class ToyTrace(TracerHandle):
     scope: dict[str, object]
 
     def __init__(self, *_prompt: object) -> None:
-        self._frame: FrameType | None = None
+        """Takes what a real trace takes."""
 
     def trace(self, *_prompt: object) -> ToyTrace:
         return ToyTrace()
@@ -34,23 +34,19 @@ class ToyTrace(TracerHandle):
         return range(3)
 
     def __enter__(self) -> Self:
-        self._frame = sys._getframe(1)
-        self.site = capture.locate(self._frame)
-        self.captured = capture.read(self.site, self._frame)
-        self._skipper = frames.Skipper(self._frame, self.site, self)
+        frame = sys._getframe(1)
+        self.site = capture.locate(frame)
+        self.captured = capture.read(self.site, frame)
+        self._skipper = frames.Skipper(frame, self.site, self)
         self._skipper.arm()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        self._skipper.disarm()
-        frame, self._frame = self._frame, None
-        assert frame is not None
-        if kind is not None and kind is not frames.SkipBody:
+        frame = self._skipper.skipped(error)
+        if frame is None:
             return False
-        if error is not None:
-            error.__traceback__ = None
         saved: dict[int, object] = {}
 
         def save(value: Any, *, stream: bool = False, names: tuple[str, ...] = ()) -> Any:

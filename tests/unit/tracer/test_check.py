@@ -11,6 +11,8 @@ import torch
 from invivo.envoy.envoy import RootEnvoy
 from invivo.envoy.errors import UnknownNameError
 from invivo.envoy.tree import ModuleTree
+from invivo.tracer.block import Block
+from invivo.tracer.capture import Captured, Site
 from invivo.tracer.check import check_names
 
 
@@ -21,11 +23,14 @@ def model() -> RootEnvoy:
 
 
 def check(model: RootEnvoy, body: str) -> None:
-    tree = ast.parse("with trace:\n" + textwrap.indent(textwrap.dedent(body), "    "))
-    assigned = frozenset(
-        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    )
-    check_names(tree.body[0], {"model": model, "layer": model.layers[0], "n": 5}, assigned, "user.py")
+    source = "with trace:\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    (tree,) = ast.parse(source).body
+    assert isinstance(tree, ast.With)
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    stores = tuple(node.id for node in names if isinstance(node.ctx, ast.Store))
+    block = Block(source, "user.py", 1, 0, "<module>", "module", None, ())
+    site = Site(block, (), stores, frozenset(), frozenset(), tree, None, enter=0, start=0, binds=False)
+    check_names(site, Captured({"layer": model.layers[0]}, {"model": model, "n": 5}))
 
 
 @pytest.mark.parametrize(

@@ -94,18 +94,20 @@ def test_without_a_trace_function_none_is_left() -> None:
         sys.settrace(before)
 
 
-def test_disarm_twice_and_without_arm() -> None:
-    class Twice(ToyTrace):
-        def __exit__(self, *exit_: object) -> bool:
-            self._skipper.disarm()
-            self._skipper.disarm()
-            return super().__exit__(*exit_)
+def test_another_exception_is_not_swallowed() -> None:
+    interrupt = KeyboardInterrupt()
 
-    with Twice():
-        y = [1].save()  # type: ignore[attr-defined]
-    assert y == [1]
-    site = Twice.site if hasattr(Twice, "site") else None
-    assert site is None
+    class Interrupted(ToyTrace):
+        def __exit__(self, *_: object) -> bool:
+            skipped: bool = super().__exit__(KeyboardInterrupt, interrupt, None)
+            assert not skipped
+            raise interrupt
+
+    before = sys.gettrace()
+    with pytest.raises(KeyboardInterrupt):
+        with Interrupted():
+            y = 1
+    assert sys.gettrace() is before
 
 
 def test_other_threads_are_not_touched() -> None:
