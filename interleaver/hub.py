@@ -49,6 +49,8 @@ class Hub:
         self.mediators: dict[str, Mediator] = {}
         self.ended: set[str] = set()
         self.edited: set[str] = set()
+        self._grouped: dict[str, Mediator] = {}
+        self._done: set[str] = set()
         self._model = model
         self._drew = self._draws = True
         self._random: torch.Tensor | None = None
@@ -86,14 +88,16 @@ class Hub:
         mediator.request = request
         mediator.passed = self._passed
         mediator.caller = self._call
-        if mediator.done:
-            self.ended.add(request)
+        if mediator.member is not None:
+            self._grouped[request] = mediator
 
     def remove(self, request: str) -> Mediator | None:
         """Forget a request; its block ends if it still runs."""
         mediator = self.mediators.pop(request, None)
+        self._grouped.pop(request, None)
         self._steps.pop(request, None)
         self.ended.discard(request)
+        self._done.discard(request)
         if mediator is not None:
             if not mediator.done:
                 mediator.drop(InternalError("the request was dropped before its block had ended."))
@@ -113,7 +117,12 @@ class Hub:
     @property
     def held(self) -> frozenset[str]:
         """Requests whose block waits at a barrier: the engine must not go on with them."""
-        return frozenset(key for key, mediator in self.mediators.items() if isinstance(mediator.wait, BarrierWait))
+        return frozenset(key for key, mediator in self._grouped.items() if isinstance(mediator.wait, BarrierWait))
+
+    def take_done(self) -> frozenset[str]:
+        """Requests whose blocks have ended since this was last asked, and that may go on."""
+        done, self._done = frozenset(self._done), set()
+        return done
 
     @property
     def learned(self) -> Learned | None:
@@ -328,8 +337,8 @@ class Hub:
         elif isinstance(port, BarrierWait):
             self._meetings.come(mediator, port)
         elif mediator.done:
-            if mediator.failure is not None or mediator.stopped:
-                self.ended.add(mediator.request)
+            over = mediator.failure is not None or mediator.stopped
+            (self.ended if over else self._done).add(mediator.request)
             self._meetings.see_end(mediator)
 
     def _call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
