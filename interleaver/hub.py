@@ -19,7 +19,7 @@ from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws
 from .hooks import StepHooks
-from .mediator import BarrierWait, Mediator, StepWait
+from .mediator import BarrierWait, EndWait, Mediator, StepWait
 from .meetings import Meetings
 from .recorder import Recorder
 from .values import Held, copy_rows, map_tensors, put_rows
@@ -120,7 +120,7 @@ class Hub:
         return frozenset(key for key, mediator in self._grouped.items() if isinstance(mediator.wait, BarrierWait))
 
     def take_done(self) -> frozenset[str]:
-        """Requests whose blocks have ended since this was last asked, and that may go on."""
+        """Requests that go on, and whose blocks have come to need no more steps since this was last asked."""
         done, self._done = frozenset(self._done), set()
         return done
 
@@ -340,6 +340,8 @@ class Hub:
             over = mediator.failure is not None or mediator.stopped
             (self.ended if over else self._done).add(mediator.request)
             self._meetings.see_end(mediator)
+        elif isinstance(port, EndWait):
+            self._done.add(mediator.request)
 
     def _call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a module for a block, on copies, with no port firing."""

@@ -30,7 +30,7 @@ class Members:
         self._running.setdefault(group.trace, {})[request] = group
 
     def block_ended(self, request: str) -> None:
-        """The block of a request has ended; the request may go on."""
+        """The block of a request has ended, or waits for the end of the request; the request may go on."""
         group = self._groups.get(request)
         if group is not None:
             self._forget(request, group)

@@ -78,6 +78,7 @@ class _TraceRules(_Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.running: list[Request]
+        self.max_num_active_reqs: int
         self._members = Members()
         self._traced: set[str] = set()
         self._to_begin: dict[str, Request] = {}
@@ -121,10 +122,8 @@ class _TraceRules(_Scheduler):
         going = [request for request in order if request.request_id not in out]
         out.update(request.request_id for request in going[self.max_num_running_reqs :])
         self.running = going[: self.max_num_running_reqs]
-        limit, self.max_num_active_reqs = (
-            self.max_num_active_reqs,
-            self.max_num_active_reqs - places + len(self.running),
-        )
+        limit = self.max_num_active_reqs
+        self.max_num_active_reqs = limit - places + len(self.running)
         output = super().schedule(throttle_prefills)
         self.max_num_active_reqs = limit
         if out:

@@ -69,7 +69,7 @@ class Serving:
         return self._hub.held if self._hub is not None else frozenset()
 
     def take_done(self) -> frozenset[str]:
-        """Requests whose blocks have ended since this was last asked, and that may go on."""
+        """See `Hub.take_done`."""
         return self._hub.take_done() if self._hub is not None else frozenset()
 
     # --- an engine step
