@@ -182,9 +182,10 @@ class _TraceRules(_Scheduler):
         self._members.remove(request.request_id)
         return super()._free_request(request, delay_free_blocks=delay_free_blocks)
 
-    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self._taken.pop(request.request_id, None)
-        super()._preempt_request(request, *args, **kwargs)
+        drop = drop_stale_output and request.request_id not in self._traced  # its block has seen the token on its way
+        super()._preempt_request(request, timestamp, drop)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if not super()._handle_blocked_waiting_request(request):

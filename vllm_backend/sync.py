@@ -10,9 +10,9 @@ import msgspec
 from msgspec import structs
 from vllm import RequestOutput, SamplingParams
 
-from ..envoy.errors import EngineDiedError, MisuseError, PreemptedError
+from ..envoy.errors import EngineDiedError, InvokeError, MisuseError, PreemptedError
 from ..tracer.backend import Reply
-from ..tracer.block import Payload
+from ..tracer.block import Group, Payload
 from ..tracer.dependencies import ends_before, meets
 from ..tracer.failure import describe
 from ..tracer.prompt import Prompt
@@ -25,6 +25,13 @@ from .settings import KEY
 
 ATTEMPTS = 3
 """How often a trace is run that is preempted again and again, before its error is the caller's."""
+
+
+_NO_MEMORY = (
+    "invoke {index} stood at a barrier, and the requests of the blocks that it was to meet found no memory for their "
+    "keys and values beside it. Give the engine more (`kv_cache_memory_bytes`, `gpu_memory_utilization`), or have "
+    "fewer blocks meet. (A request ends like this too if a token that its block wrote breaks a structured output.)"
+)
 
 
 class Request(NamedTuple):
@@ -138,7 +145,7 @@ class SyncBackend:
                 if outputs.keys() >= company[at]:
                     trace = payloads[at].trace
                     reply = receive(call("invivo_collect", trace, encode_output(outputs[at])), trace, call)
-                    outcomes[at] = _checked(reply, outputs[at]), outputs[at]
+                    outcomes[at] = _checked(reply, outputs[at], groups[at]), outputs[at]
             return outcomes
 
         prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
@@ -178,10 +185,11 @@ def _prepared(payload: Payload, request: object) -> tuple[dict[str, object], Sam
     return prompt, with_payload(request, payload)
 
 
-def _checked(reply: Reply, output: RequestOutput) -> Reply:
+def _checked(reply: Reply, output: RequestOutput, group: Group) -> Reply:
     """The reply of an invoke, with what vLLM made of its request."""
     try:
         check_output(output)
     except MisuseError as error:
-        return structs.replace(reply, failure=reply.failure or describe(error))
+        problem = InvokeError(_NO_MEMORY.format(index=group.index)) if group.barriers else error
+        return structs.replace(reply, failure=reply.failure or describe(problem))
     return reply
