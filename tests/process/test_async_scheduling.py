@@ -1,10 +1,11 @@
 """Traces in an engine that prepares a step before the tokens of the last one are known, as vLLM does on GPUs.
 
-The scripts run in processes of their own, since `support.async_cpu` changes a whole process.
+The scripts run in processes of their own, since the platform of a process is one for good.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,13 +18,8 @@ from support.checkpoints import tiny_checkpoint
 pytestmark = pytest.mark.engine
 
 START = """\
-import os, sys
-os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_OMP_THREADS_BIND="nobind")
 import torch
 torch._C.set_num_threads(1)
-sys.path[:0] = {paths!r}
-from support.async_cpu import install
-install()
 from collections import Counter
 from invivo import VLLM, save
 from support.batch import Batch
@@ -234,20 +230,71 @@ for in_flight in (False, True):
 """
 
 
-def run(tmp_path: Path, source: str) -> str:
+PROCESSES = """
+from invivo import VLLM, save
+
+model = VLLM({model!r}, dtype="float32", max_model_len=128, max_num_seqs=8, kv_cache_memory_bytes=2**27)
+prompt = list(range(5, 25))
+with model.trace(prompt, max_tokens=6, temperature=0) as tracer:
+    for step in tracer.iter[:]:
+        model.logits
+free = list(tracer.result.outputs[0].token_ids)
+assert model.engine.llm_engine.vllm_config.scheduler_config.async_scheduling
+with model.trace(prompt, max_tokens=6, temperature=0, stop_token_ids=[free[3]]) as tracer:
+    tokens = save([])
+    for step in tracer.iter[:]:
+        tokens.append(model.samples.item())
+assert tokens == free[:4] == list(tracer.result.outputs[0].token_ids)
+with model.trace(prompt, max_tokens=6, temperature=0) as tracer:
+    for step in tracer.iter[:]:
+        if step == 1:
+            h = model.model.layers[1].output[0].save()
+            tracer.stop()
+assert h.shape == (1, 128) and list(tracer.result.outputs[0].token_ids) == free[:2]
+with model.trace(max_tokens=3, temperature=0) as tracer:
+    meet = tracer.barrier(2)
+    order = save([])
+    for name in ("a", "b"):
+        with tracer.invoke(prompt):
+            for step in tracer.iter[:2]:
+                meet()
+                order.append((step, name))
+assert order == [(0, "a"), (0, "b"), (1, "a"), (1, "b")], order
+model.check_integrity()
+print("all is well")
+"""
+
+
+def plugin_folder(folder: Path) -> Path:
+    """A folder that Python takes for an installed package with the entry point of the platform."""
+    package = folder / "async_cpu-1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: async-cpu\nVersion: 1\n")
+    (package / "entry_points.txt").write_text("[vllm.platform_plugins]\nasync_cpu = support.async_cpu:platform\n")
+    return folder
+
+
+def run(tmp_path: Path, source: str, processes: int) -> str:
     script = tmp_path / "script.py"
     tests = Path(__file__).parents[1]
-    paths = [str(tests), str(tests.parent / "scripts")]
-    path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
-    script.write_text((START + source + END).format(paths=paths, model=path))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    paths = [plugin_folder(tmp_path / "plugin"), tests, tests.parent / "scripts", os.environ.get("PYTHONPATH", "")]
+    setting = {
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": str(processes),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    script.write_text(source.format(model=str(tiny_checkpoint("llama", tokenizer=smollm2_path()))))
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env={**os.environ, **setting}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-6000:]
     return done.stdout
 
 
-def test_a_crowd_is_as_alone_and_others_are_as_with_vllms_own_scheduler(tmp_path: Path) -> None:
-    assert "all is well" in run(tmp_path, CROWD)
+def test_traces_are_as_with_synchronous_scheduling_and_others_as_with_vllms_own_scheduler(tmp_path: Path) -> None:
+    assert "all is well" in run(tmp_path, START + STEPS + CROWD + END, 0)
 
 
-def test_steps_writes_barriers_and_ends(tmp_path: Path) -> None:
-    assert "all is well" in run(tmp_path, STEPS)
+@pytest.mark.slow
+def test_what_is_told_survives_the_thread_that_copies(tmp_path: Path) -> None:
+    """In a worker of its own, outputs are made complete and sent by another thread."""
+    assert "all is well" in run(tmp_path, PROCESSES, 1)

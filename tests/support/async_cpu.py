@@ -1,15 +1,17 @@
-"""vLLM's asynchronous scheduling on a CPU, for tests in a process of their own.
+"""A platform plugin for vLLM: asynchronous scheduling on a CPU, for tests in processes of their own.
 
-vLLM switches it off on CPUs, and its runner orders the copies to the host with events and streams of CUDA. Here is a
-platform that leaves it on, with stand-ins for these: everything is done at once, so there is nothing to order. Both
-change the whole process, so a script calls `install` before it makes an engine, and ends with its engine. An engine in
-processes of its own would not have them.
+vLLM switches it off on CPUs, and its runner orders the copies to the host with events and streams of CUDA. This
+platform leaves it on, with stand-ins for these: everything is done at once, so there is nothing to order. Processes
+that find `platform` among the entry points of their packages use it, and nobody else does.
 """
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms.cpu import CpuPlatform
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,19 +46,19 @@ def on(stream: Stream) -> Iterator[None]:
     yield
 
 
-def install() -> None:
-    """Make this process's vLLM schedule asynchronously on the CPU; before any engine."""
-    import torch
-    import vllm.platforms
-    from vllm.platforms.cpu import CpuPlatform
+class AsyncCpu(CpuPlatform):
+    """See the module."""
 
-    class AsyncCpu(CpuPlatform):
-        @classmethod
-        def check_and_update_config(cls, vllm_config: Any) -> None:
-            wanted = vllm_config.scheduler_config.async_scheduling
-            super().check_and_update_config(vllm_config)
-            vllm_config.scheduler_config.async_scheduling = wanted
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """As in vLLM, without switching asynchronous scheduling off."""
+        wanted = vllm_config.scheduler_config.async_scheduling
+        super().check_and_update_config(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
 
-    vllm.platforms.current_platform = AsyncCpu()
+
+def platform() -> str:
+    """The entry point: every process of an engine comes by here."""
     cuda: Any = torch.cuda
     cuda.Event, cuda.Stream, cuda.stream, cuda.current_stream = Event, Stream, on, lambda *args: Stream()
+    return f"{__name__}.{AsyncCpu.__name__}"
