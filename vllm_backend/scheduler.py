@@ -81,8 +81,8 @@ class _TraceRules(_Scheduler):
         self.max_num_active_reqs: int
         self._members = Members()
         self._traced: set[str] = set()
-        self._to_begin: dict[str, Request] = {}
-        self._blocks: set[str] = set()
+        self._to_begin: dict[str, Request] = {}  # traced ones of which nothing was computed yet, as they came
+        self._blocks: set[str] = set()  # traced ones whose blocks need more steps
         self._ended: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()
         self._taken: dict[str, int] = {}
