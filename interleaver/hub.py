@@ -20,7 +20,7 @@ from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws
 from .hooks import Hooks
-from .mediator import BarrierWait, Mediator, Place, StepWait
+from .mediator import BarrierWait, EndWait, Mediator, Place, StepWait
 from .meetings import Meetings
 from .modes import Outside
 from .recorder import Recorder
@@ -52,6 +52,8 @@ class Hub:
         self.mediators: dict[str, Mediator] = {}
         self.ended: set[str] = set()
         self.edited: set[str] = set()
+        self._grouped: dict[str, Mediator] = {}
+        self._done: set[str] = set()
         self._model = model
         self._compiled = compiled
         self._drew = self._draws = True
@@ -89,14 +91,16 @@ class Hub:
         mediator.request = request
         mediator.passed = self._passed
         mediator.caller = self._call
-        if mediator.done:
-            self.ended.add(request)
+        if mediator.member is not None:
+            self._grouped[request] = mediator
 
     def remove(self, request: str) -> Mediator | None:
         """Forget a request; its block ends if it still runs."""
         mediator = self.mediators.pop(request, None)
+        self._grouped.pop(request, None)
         self._steps.pop(request, None)
         self.ended.discard(request)
+        self._done.discard(request)
         if mediator is not None:
             if not mediator.done:
                 mediator.drop(InternalError("the request was dropped before its block had ended."))
@@ -118,7 +122,12 @@ class Hub:
     @property
     def held(self) -> frozenset[str]:
         """Requests whose block waits at a barrier: the engine must not go on with them."""
-        return frozenset(key for key, mediator in self.mediators.items() if isinstance(mediator.wait, BarrierWait))
+        return frozenset(key for key, mediator in self._grouped.items() if isinstance(mediator.wait, BarrierWait))
+
+    def take_done(self) -> frozenset[str]:
+        """Requests that go on, and whose blocks have come to need no more steps since this was last asked."""
+        done, self._done = frozenset(self._done), set()
+        return done
 
     @property
     def learned(self) -> Learned | None:
@@ -355,9 +364,11 @@ class Hub:
             mediator.place = Place()  # when it goes on, its step may be over, which `_passed` tells
             self._meetings.come(mediator, port)
         elif mediator.done:
-            if mediator.failure is not None or mediator.stopped:
-                self.ended.add(mediator.request)
+            over = mediator.failure is not None or mediator.stopped
+            (self.ended if over else self._done).add(mediator.request)
             self._meetings.see_end(mediator)
+        elif isinstance(port, EndWait):
+            self._done.add(mediator.request)
 
     def _call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a module for a block, on copies, with no port firing."""

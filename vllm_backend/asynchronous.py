@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
+from uuid import uuid4
 
 from msgspec import structs
 from vllm import RequestOutput, SamplingParams
@@ -17,10 +18,9 @@ from ..tracer.results import from_bytes
 from ..tracer.streaming import Deliver
 from .async_engine import AsyncEngine
 from .compat import RequestOutputKind
-from .inbox import Inbox
 from .lifecycle import alive
 from .pickup import decoded, receive
-from .sync import Request, check_output, with_payload
+from .sync import ATTEMPTS, Request, check_output, was_preempted, with_payload
 
 
 class AsyncBackend:
@@ -32,9 +32,7 @@ class AsyncBackend:
     def submit(self, payload: Payload, request: object, deliver: Deliver) -> Stream:
         """See `StreamingBackend`; starts the engine if need be, which takes its time."""
         assert isinstance(request, Request), "VLLM.trace makes the request"
-        params = with_payload(request, structs.replace(payload, streams=True))
-        inbox = self._engine.begin(request.prompt, payload.trace, params)
-        return Stream(_Outputs(self._engine, inbox, payload.trace, deliver))
+        return Stream(_Outputs(self._engine, structs.replace(payload, streams=True), request, deliver))
 
 
 def check_streams(params: SamplingParams) -> None:
@@ -56,17 +54,28 @@ def check_streams(params: SamplingParams) -> None:
 
 
 class _Outputs(AsyncIterator[RequestOutput]):
-    """The outputs of one request. It is aborted when this object goes before its end."""
+    """The outputs of one request. It is aborted when this object goes before its end.
 
-    def __init__(self, engine: AsyncEngine, inbox: Inbox, trace: str, deliver: Deliver) -> None:
+    A run that was preempted after an edit is made again from the prompt, as long as the caller has seen nothing of it.
+    """
+
+    def __init__(self, engine: AsyncEngine, payload: Payload, request: Request, deliver: Deliver) -> None:
         self.saves: dict[str, Any] | None = None
         self._engine = engine
-        self._inbox = inbox
-        self._trace = trace
+        self._payload = payload
+        self._request = request
         self._deliver = deliver
-        self._abandon = weakref.finalize(self, engine.abandon, inbox, trace)
-        self._abandon.atexit = False
+        self._attempts = 0
+        self._seen = False
         self._over = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._attempts += 1
+        trace = self._payload.trace
+        self._inbox = self._engine.begin(self._request.prompt, trace, with_payload(self._request, self._payload))
+        self._abandon = weakref.finalize(self, self._engine.abandon, self._inbox, trace)
+        self._abandon.atexit = False
 
     async def __anext__(self) -> RequestOutput:
         """The next output, with `saves`.
@@ -78,6 +87,18 @@ class _Outputs(AsyncIterator[RequestOutput]):
         """
         if self._over:
             raise StopAsyncIteration
+        output = await self._next()
+        self._seen = True
+        return output
+
+    async def last(self) -> dict[str, Any]:
+        """Wait for the end, of which the caller sees no output before; gives all saves. Raises as `__anext__` does."""
+        while not self._over:
+            await self._next()
+        assert self.saves is not None, "an end without saves raises"
+        return self.saves
+
+    async def _next(self) -> RequestOutput:
         output: Any  # a RequestOutput, which has no `saves` of its own
         try:
             with alive():
@@ -90,7 +111,13 @@ class _Outputs(AsyncIterator[RequestOutput]):
         if reply is not None:
             self._over = True
             self._abandon.detach()
-            self.saves = self._deliver(await self._opened(reply), output)
+            opened = await self._opened(reply)
+            if was_preempted(opened) and not self._seen and self._attempts < ATTEMPTS:
+                self._payload = structs.replace(self._payload, trace=uuid4().hex)
+                self._begin()
+                self._over = False
+                return await self._next()
+            self.saves = self._deliver(opened, output)
             check_output(output)
             output.saves.update(self.saves)
         return output
@@ -98,12 +125,13 @@ class _Outputs(AsyncIterator[RequestOutput]):
     async def _opened(self, parcel: bytes) -> Reply:
         """The reply in a parcel; waiting for large saves does not hold the caller's event loop up."""
         if decoded(parcel).ticket is None:
-            return receive(parcel, self._trace, self._engine.call)
-        return await asyncio.to_thread(receive, parcel, self._trace, self._engine.call)
+            return receive(parcel, self._payload.trace, self._engine.call)
+        return await asyncio.to_thread(receive, parcel, self._payload.trace, self._engine.call)
 
     async def aclose(self) -> None:
         """Abort the request, if it has not ended, and wait until it is gone."""
         self._over = True
+        self._attempts = ATTEMPTS  # or whoever waits for an output might begin another run
         gone = self._abandon()
         if gone is not None:
             await asyncio.wrap_future(gone)
@@ -132,11 +160,7 @@ class Stream:
     async def collect(self) -> dict[str, Any]:
         """Wait for the end of the request, and return all saves. Raises what the block raised."""
         if self._saves is None:
-            outputs = self._take()
-            async for _ in outputs:
-                pass
-            assert outputs.saves is not None, "an end without saves raises"
-            self._saves = outputs.saves
+            self._saves = await self._take().last()
         return self._saves
 
     async def aclose(self) -> None:

@@ -22,13 +22,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
-from vllm.v1.outputs import ModelRunnerOutput, SamplerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -36,6 +37,7 @@ __all__ = [
     "ROTARY_EMBEDDINGS",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncModelRunnerOutput",
     "AsyncScheduler",
     "AttentionLayerBase",
     "CompilationMode",
@@ -44,6 +46,7 @@ __all__ = [
     "EngineDeadError",
     "ModelRunnerOutput",
     "ParallelLMHead",
+    "PauseState",
     "Request",
     "RequestOutputCollector",
     "RequestOutputKind",

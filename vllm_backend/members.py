@@ -1,8 +1,9 @@
-"""Which requests of one trace wait for which. No vLLM here.
+"""Which requests of one trace wait for which at a barrier. No vLLM here.
 
-The invokes of a trace are requests of their own. One that takes a value from an earlier one is not scheduled before
-that one's block has ended; one that meets earlier ones at a barrier is not before these have come there. So a block
-waits by not being computed, and never holds the engine up. Both only look back, so nobody waits in a circle.
+The invokes of a trace are requests of their own. One that meets earlier ones at a barrier is not scheduled before these
+have come there, or have ended: so it begins in the step that lets all of them go on, and a block waits by not being
+computed. That only looks back, so nobody waits in a circle. (One that takes a value from an earlier one need not wait
+here: the client sends it when that one is over.)
 """
 
 from __future__ import annotations
@@ -17,39 +18,34 @@ class Members:
 
     def __init__(self) -> None:
         self._groups: dict[str, Group] = {}
-        self._requests: dict[tuple[str, int], set[str]] = {}
-        self._over: dict[str, set[int]] = {}
-        self._seen: dict[str, set[int]] = {}
+        self._running: dict[str, dict[str, Group]] = {}
 
     def __len__(self) -> int:
-        """Number of requests and traces that are remembered."""
-        return len(self._groups) + len(self._over)
+        """Number of requests that are remembered."""
+        return len(self._groups)
 
     def add(self, request: str, group: Group) -> None:
         """A request has come."""
         self._groups[request] = group
-        self._requests.setdefault((group.trace, group.index), set()).add(request)
-        self._seen.setdefault(group.trace, set()).add(group.index)
+        self._running.setdefault(group.trace, {})[request] = group
 
     def block_ended(self, request: str) -> None:
-        """The block of a request has ended; the request may go on."""
+        """The block of a request has ended, or waits for the end of the request; the request may go on."""
         group = self._groups.get(request)
         if group is not None:
-            self._over.setdefault(group.trace, set()).add(group.index)
+            self._forget(request, group)
 
     def remove(self, request: str) -> None:
-        """A request has left, in whatever way; with the last one of a trace, the trace is forgotten."""
+        """A request has left, in whatever way."""
         group = self._groups.pop(request, None)
-        if group is None:
-            return
-        place = (group.trace, group.index)
-        self._requests[place].discard(request)
-        if not self._requests[place]:
-            del self._requests[place]
-            self._over.setdefault(group.trace, set()).add(group.index)
-        if len(self._seen[group.trace]) == group.size and not any(trace == group.trace for trace, _ in self._requests):
-            del self._seen[group.trace]
-            self._over.pop(group.trace, None)
+        if group is not None:
+            self._forget(request, group)
+
+    def _forget(self, request: str, group: Group) -> None:
+        running = self._running.get(group.trace, {})
+        running.pop(request, None)
+        if not running:
+            self._running.pop(group.trace, None)
 
     def waits(self, request: str, at_barrier: AbstractSet[str]) -> bool:
         """Whether a request that has not begun has to wait for others of its trace.
@@ -59,17 +55,10 @@ class Members:
             at_barrier: requests whose blocks stand at a barrier now.
         """
         group = self._groups.get(request)
-        if group is None:
+        if group is None or not group.barriers:
             return False
-        over = self._over.get(group.trace, set())
-        if any(index not in over for _, index in group.takes):
-            return True
-        barriers = {barrier for barrier, _ in group.barriers}
+        barriers = dict(group.barriers).keys()
         return any(
-            other.trace == group.trace
-            and other.index < group.index
-            and other.index not in over
-            and name not in at_barrier
-            and barriers & {barrier for barrier, _ in other.barriers}
-            for name, other in self._groups.items()
+            other.index < group.index and name not in at_barrier and barriers & dict(other.barriers).keys()
+            for name, other in self._running.get(group.trace, {}).items()
         )

@@ -20,14 +20,16 @@ from .eager import EagerSteps
 from .settings import DONE, ENDED, HELD, KEY, SAVES
 
 if TYPE_CHECKING:
-    from .compat import ModelRunnerOutput, SamplerOutput, SchedulerOutput
+    from .compat import AsyncModelRunnerOutput, ModelRunnerOutput, SamplerOutput, SchedulerOutput
     from .serving import Serving
 
     class _Runner:
         """The parts of `GPUModelRunner` that the mixin relies on."""
 
+        execute_model_state: object
+
         def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any: ...
-        def sample_tokens(self, grammar_output: Any) -> Any: ...
+        def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput: ...
         def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any: ...
         def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any: ...
         def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput: ...
@@ -79,17 +81,21 @@ class RunnerV1(_Runner):
         self.serving.finish_step()
         return output
 
-    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput:
-        """Sample the tokens; the output says what the blocks have done, and brings what they send home."""
-        output: ModelRunnerOutput = super().sample_tokens(grammar_output)
-        if not self.serving.active:
+    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput:
+        """Sample the tokens; the output says what the blocks have done, and brings what they send home.
+
+        With asynchronous scheduling the tokens are on their way to the host when this returns, and another thread makes
+        the output complete. What is told is of now, and what others do not touch.
+        """
+        sampled = self.execute_model_state is not None
+        output = super().sample_tokens(grammar_output)
+        if not sampled or not self.serving.active:
             return output
-        cargo = self.serving.cargo()
         serving = self.serving
-        told_all = ((SAVES, cargo), (ENDED, serving.ended), (DONE, serving.done), (HELD, serving.held))
-        for name, told in told_all:
-            if told:
-                setattr(output, name, told)
+        told = {SAVES: serving.cargo(), ENDED: serving.ended, DONE: serving.take_done(), HELD: serving.held}
+        vars(getattr(output, "_model_runner_output", output)).update(
+            {name: what for name, what in told.items() if what}
+        )
         return output
 
 

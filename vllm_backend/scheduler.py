@@ -3,7 +3,9 @@
 - A traced prompt is computed in one engine step; others are cut around it (`room`).
 - When memory is short, untraced requests are preempted first.
 - A traced request leaves nothing in the prefix cache: its keys and values may be those of an edited run.
-- A request waits for those of its trace that it takes values from, or meets at a barrier (`members`).
+- A request waits for those of its trace that it meets at a barrier (`members`).
+- A request whose block runs is computed again when the outcome of its last engine step is known, also where vLLM
+  prepares steps ahead of that: its token may be the last one, and its block may have come to a barrier.
 - A request that its block has ended (`tracer.stop()`, an exception) finishes with the token of that engine step,
   whatever its sampling parameters say (`ignore_eos`, `min_tokens`).
 - What the worker sends home goes onto the outputs of its request (`in_band`).
@@ -25,6 +27,7 @@ from ..tracer.block import Group
 from .compat import (
     AsyncScheduler,
     ModelRunnerOutput,
+    PauseState,
     Request,
     RequestStatus,
     Scheduler,
@@ -36,11 +39,9 @@ from .members import Members
 from .orphan import follow_parent
 from .room import left_out
 from .settings import DONE, ENDED, HELD, KEY, SAVES
+from .stuck import Stuck
 
 STOP_REASON = "invivo"
-
-_PATIENCE = 3
-"""Engine steps without any work after which requests that wait at a barrier will wait for ever."""
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -77,15 +78,18 @@ class _TraceRules(_Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.running: list[Request]
+        self.max_num_active_reqs: int
         self._members = Members()
         self._traced: set[str] = set()
+        self._to_begin: dict[str, Request] = {}  # traced ones of which nothing was computed yet, as they came
+        self._blocks: set[str] = set()  # traced ones whose blocks need more steps
         self._ended: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()
         self._taken: dict[str, int] = {}
         self._favoured: Request | None = None
         self._passed_over: str | None = None
         self._yielded = False
-        self._idle = 0
+        self._stuck = Stuck()
         self._watch_blocks()
         self._transit = Transit()
         follow_parent()
@@ -96,6 +100,8 @@ class _TraceRules(_Scheduler):
         extra = (request.sampling_params.extra_args or {}) if request.sampling_params is not None else {}
         if KEY in extra:
             self._traced.add(request.request_id)
+            self._blocks.add(request.request_id)
+            self._to_begin[request.request_id] = request
             group = _heads.decode(extra[KEY]).group
             if group is not None:
                 self._members.add(request.request_id, group)
@@ -105,14 +111,21 @@ class _TraceRules(_Scheduler):
         if not self._traced:
             return super().schedule(throttle_prefills)
         self._taken.clear()
-        first = next((request for request in self.waiting if self._must_be_whole(request)), None)
-        out = {request.request_id for request in self.running if request.request_id in self._held}
-        if first is not None and first.request_id == self._passed_over and not self._yielded and self._fits(first, out):
-            self._favoured = first
-            out |= self._left_out(first, out)
+        first = self._next_to_begin()
+        out = {request.request_id for request in self.running if self._pauses(request)}
+        places = self._places_taken()
+        if first is not None and first.request_id == self._passed_over and not self._yielded:
+            if places < self.max_num_active_reqs and self._fits(first):
+                self._favoured = first
+                out |= self._left_out(first, out)
         order = sorted(self.running, key=self._untraced) if self.policy == SchedulingPolicy.FCFS else [*self.running]
-        self.running = [request for request in order if request.request_id not in out]
+        going = [request for request in order if request.request_id not in out]
+        out.update(request.request_id for request in going[self.max_num_running_reqs :])
+        self.running = going[: self.max_num_running_reqs]
+        limit = self.max_num_active_reqs
+        self.max_num_active_reqs = limit - places + len(self.running)
         output = super().schedule(throttle_prefills)
+        self.max_num_active_reqs = limit
         if out:
             kept = {request.request_id for request in self.running}
             kept.update(out)
@@ -123,7 +136,7 @@ class _TraceRules(_Scheduler):
         self._yielded = self._favoured is not None
         self._passed_over = first.request_id if first is not None and first.request_id not in self._taken else None
         self._favoured = None
-        self._break_deadlock(output)
+        self._end_stuck(output)
         return output
 
     def update_from_output(
@@ -134,6 +147,7 @@ class _TraceRules(_Scheduler):
         if self._traced and scheduler_output.total_num_scheduled_tokens > 0:
             self._held = getattr(model_runner_output, HELD, frozenset())
             for request in getattr(model_runner_output, DONE, ()):
+                self._blocks.discard(request)
                 self._members.block_ended(request)
         self._transit.add(getattr(model_runner_output, SAVES, {}))
         clients: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
@@ -163,12 +177,15 @@ class _TraceRules(_Scheduler):
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._traced.discard(request.request_id)
+        self._blocks.discard(request.request_id)
+        self._to_begin.pop(request.request_id, None)
         self._members.remove(request.request_id)
         return super()._free_request(request, delay_free_blocks=delay_free_blocks)
 
-    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self._taken.pop(request.request_id, None)
-        super()._preempt_request(request, *args, **kwargs)
+        drop = drop_stale_output and request.request_id not in self._traced  # its block has seen the token on its way
+        super()._preempt_request(request, timestamp, drop)
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         if not super()._handle_blocked_waiting_request(request):
@@ -176,43 +193,66 @@ class _TraceRules(_Scheduler):
         favoured = self._favoured
         if favoured is not None and request is not favoured and favoured.request_id not in self._taken:
             return False
-        if request.request_id not in self._traced or request.num_preemptions:
+        if request.request_id not in self._to_begin:
             return True  # what is computed once more may come in pieces
         if self._members.waits(request.request_id, self._held):
             return False
         return bool(request.num_tokens <= self.max_num_scheduled_tokens - sum(self._taken.values()))
 
-    def _must_be_whole(self, request: Request) -> bool:
-        """Whether a waiting request can begin, and has to with its whole prompt."""
-        return (
-            request.request_id in self._traced
-            and not request.num_preemptions
-            and not self._members.waits(request.request_id, self._held)
-        )
+    def _next_to_begin(self) -> Request | None:
+        """The first waiting request that can begin, and has to with its whole prompt."""
+        waiting = self._to_begin.values()
+        for request in waiting if self.policy == SchedulingPolicy.FCFS else sorted(waiting):
+            if request.status == RequestStatus.WAITING and not self._members.waits(request.request_id, self._held):
+                return request
+        return None
+
+    def _pauses(self, request: Request) -> bool:
+        """Whether a running request must not be computed now."""
+        in_flight = request.num_in_flight_tokens > 0 and request.request_id in self._blocks
+        return in_flight or request.request_id in self._held
 
     def _untraced(self, request: Request) -> bool:
         return request.request_id not in self._traced
 
-    def _fits(self, request: Request, held: set[str]) -> bool:
-        """Whether a request only waits for tokens: there is a place and memory for it."""
+    def _places_taken(self) -> int:
+        """How many of the places for running requests are taken.
+
+        Runner V1 has a place for requests that are computed only, so those at a barrier need none.
+        """
+        held = 0 if self.use_v2_model_runner else sum(request.request_id in self._held for request in self.running)
+        return len(self.running) - held
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there is memory for a request."""
         free = self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size
-        return len(self.running) - len(held) < self.max_num_active_reqs and request.num_tokens <= free
+        return bool(request.num_tokens <= free)
 
     def _left_out(self, favoured: Request, held: set[str]) -> set[str]:
         """Running requests that get no tokens in this engine step, so that there are enough for one that waits."""
         running = [
-            (request.request_id, request.num_tokens_with_spec - request.num_computed_tokens)
+            (
+                request.request_id,
+                request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens,
+            )
             for request in self.running
             if request.request_id not in held
         ]
         return left_out(favoured.num_tokens, self.max_num_scheduled_tokens, running)
 
-    def _break_deadlock(self, output: SchedulerOutput) -> None:
+    def _end_stuck(self, output: SchedulerOutput) -> None:
         """End requests that wait at a barrier for others that can never be scheduled beside them."""
-        stuck = self._held & self._traced if not output.num_scheduled_tokens else frozenset()
-        self._idle = self._idle + 1 if stuck else 0
-        if self._idle > _PATIENCE:
-            self.grammar_compile_error_reqs.update(stuck)  # vLLM ends these with an error
+        held = self._held & self._traced
+        moving = bool(output.num_scheduled_tokens) or (bool(held) and self._will_move())
+        self.grammar_compile_error_reqs.update(self._stuck.see(held, moving))  # vLLM ends these with an error
+
+    def _will_move(self) -> bool:
+        """Whether something is being computed, or waits for what is not: a grammar, a transfer, a paused engine."""
+        return (
+            self.pause_state != PauseState.UNPAUSED
+            or any(request.num_in_flight_tokens for request in self.requests.values())
+            or any(self._is_blocked_waiting_status(request.status) for request in self.requests.values())
+        )
 
     def _watch_blocks(self) -> None:
         """Count the tokens that each request gets, and keep traced ones out of the prefix cache."""
@@ -225,6 +265,7 @@ class _TraceRules(_Scheduler):
             blocks = allocate(request, num_new_tokens, *args, **kwargs)
             if blocks is not None:
                 self._taken[request.request_id] = num_new_tokens
+                self._to_begin.pop(request.request_id, None)
             return blocks
 
         def cache_blocks(request: Request, num_computed_tokens: int) -> None:

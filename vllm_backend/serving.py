@@ -69,12 +69,9 @@ class Serving:
         """Requests whose blocks stand at a barrier."""
         return self._hub.held if self._hub is not None else frozenset()
 
-    @property
-    def done(self) -> frozenset[str]:
-        """Requests whose blocks have ended; they may still generate."""
-        if self._hub is None:
-            return frozenset()
-        return frozenset(name for name, mediator in self._hub.mediators.items() if mediator.done)
+    def take_done(self) -> frozenset[str]:
+        """See `Hub.take_done`."""
+        return self._hub.take_done() if self._hub is not None else frozenset()
 
     # --- an engine step
 

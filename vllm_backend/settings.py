@@ -19,7 +19,7 @@ SAVES = "invivo_saves"
 """Attribute of a `ModelRunnerOutput`: the cargo (`in_band`) that goes home with the step, by request."""
 
 DONE = "invivo_done"
-"""Attribute of a `ModelRunnerOutput`: the requests whose blocks have ended in this engine step; they may go on."""
+"""Attribute of a `ModelRunnerOutput`: requests that go on, and whose blocks need no more steps from this one on."""
 
 HELD = "invivo_held"
 """Attribute of a `ModelRunnerOutput`: the requests whose blocks stand at a barrier."""

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import structs
 from vllm import RequestOutput, SamplingParams
 
-from ..envoy.errors import EngineDiedError, MisuseError, PreemptedError
+from ..envoy.errors import EngineDiedError, InvokeError, MisuseError, PreemptedError
 from ..tracer.backend import Reply
-from ..tracer.block import Payload
+from ..tracer.block import Group, Payload
 from ..tracer.dependencies import ends_before, meets
 from ..tracer.failure import describe
 from ..tracer.prompt import Prompt
@@ -23,8 +23,15 @@ from .request_output import encode_output
 from .samples import joined, split
 from .settings import KEY
 
-_ATTEMPTS = 3
-"""How often a request is run that is preempted again and again, before its error is the caller's."""
+ATTEMPTS = 3
+"""How often a trace is run that is preempted again and again, before its error is the caller's."""
+
+
+_NO_MEMORY = (
+    "invoke {index} stood at a barrier, and the requests of the blocks that it was to meet found no memory for their "
+    "keys and values beside it. Give the engine more (`kv_cache_memory_bytes`, `gpu_memory_utilization`), or have "
+    "fewer blocks meet. (A request ends like this too if a token that its block wrote breaks a structured output.)"
+)
 
 
 class Request(NamedTuple):
@@ -76,8 +83,8 @@ class SyncBackend:
         assert isinstance(request, Request), "VLLM.trace makes the request"
         samples = split(payload, request)
         done = self._attempt(samples)
-        for _ in range(_ATTEMPTS - 1):
-            again = [at for at, (reply, _) in enumerate(done) if _was_preempted(reply)]
+        for _ in range(ATTEMPTS - 1):
+            again = [at for at, (reply, _) in enumerate(done) if was_preempted(reply)]
             if not again:
                 break
             fresh = [(structs.replace(samples[at][0], trace=uuid4().hex), samples[at][1]) for at in again]
@@ -111,6 +118,19 @@ class SyncBackend:
     def run_group(self, payloads: Sequence[Payload], requests: Sequence[object]) -> list[tuple[Reply, object]]:
         """Run the invokes of a trace together; see `tracer.backend.Backend`.
 
+        If one of them was preempted after an edit, all are run again: what it shares with the others has changed. It
+        is in the payloads as it was before the first run, and nothing of that was handed out.
+        """
+        done = self._attempt_group(payloads, requests)
+        for _ in range(ATTEMPTS - 1):
+            if not any(was_preempted(reply) for reply, _ in done):
+                break
+            done = self._attempt_group(_another_trace(payloads), requests)
+        return done
+
+    def _attempt_group(self, payloads: Sequence[Payload], requests: Sequence[object]) -> list[tuple[Reply, object]]:
+        """Run the invokes of a trace once.
+
         One that takes values from others is sent when their blocks have ended. A block is collected, which ends it, as
         soon as its request has ended, and with it those of the blocks that it may still meet at a barrier.
         """
@@ -125,7 +145,7 @@ class SyncBackend:
                 if outputs.keys() >= company[at]:
                     trace = payloads[at].trace
                     reply = receive(call("invivo_collect", trace, encode_output(outputs[at])), trace, call)
-                    outcomes[at] = _checked(reply, outputs[at]), outputs[at]
+                    outcomes[at] = _checked(reply, outputs[at], groups[at]), outputs[at]
             return outcomes
 
         prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
@@ -141,8 +161,19 @@ class SyncBackend:
         return [outcomes[index] for index in range(len(payloads))]
 
 
-def _was_preempted(reply: Reply) -> bool:
+def was_preempted(reply: Reply) -> bool:
+    """Whether the run can be made again from the prompt, and may then end well."""
     return reply.failure is not None and reply.failure.qualname == PreemptedError.__qualname__
+
+
+def _another_trace(payloads: Sequence[Payload]) -> list[Payload]:
+    """The invokes of a trace, as those of another one."""
+    name = uuid4().hex
+    return [
+        structs.replace(payload, trace=uuid4().hex, group=structs.replace(payload.group, trace=name))
+        for payload in payloads
+        if payload.group is not None
+    ]
 
 
 def _prepared(payload: Payload, request: object) -> tuple[dict[str, object], SamplingParams]:
@@ -154,10 +185,11 @@ def _prepared(payload: Payload, request: object) -> tuple[dict[str, object], Sam
     return prompt, with_payload(request, payload)
 
 
-def _checked(reply: Reply, output: RequestOutput) -> Reply:
+def _checked(reply: Reply, output: RequestOutput, group: Group) -> Reply:
     """The reply of an invoke, with what vLLM made of its request."""
     try:
         check_output(output)
     except MisuseError as error:
-        return structs.replace(reply, failure=reply.failure or describe(error))
+        problem = InvokeError(_NO_MEMORY.format(index=group.index)) if group.barriers else error
+        return structs.replace(reply, failure=reply.failure or describe(problem))
     return reply

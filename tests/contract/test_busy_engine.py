@@ -1,7 +1,7 @@
 """A trace in a busy engine: many requests, cut prompts, little memory, a shared prefix cache.
 
 The engine runs in this process, so that a test can watch its scheduler. Its budget is 128 tokens a step, and its memory
-holds a few hundred tokens, so nearly everything that a scheduler can do to a request happens.
+holds less than 500 tokens, so nearly everything that a scheduler can do to a request happens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invivo import VLLM, PreemptedError, PromptError, save
+from invivo import VLLM, InvokeError, PreemptedError, PromptError, save
+from invivo.vllm_backend import stuck
 from smollm2 import smollm2_path
 from support.batch import Batch
 from support.busy import BLOCKS, One, crowd, differences, edit, once, read, run_together, values_of
@@ -29,11 +30,11 @@ pytestmark = pytest.mark.engine
 BUDGET = 128
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
-    "max_model_len": 256,
+    "max_model_len": 448,
     "max_num_seqs": 32,
     "max_num_batched_tokens": BUDGET,
     "block_size": 32,
-    "num_gpu_blocks_override": 10,
+    "num_gpu_blocks_override": 15,
     "kv_cache_memory_bytes": 2**27,
     "enforce_eager": True,
 }
@@ -114,8 +115,9 @@ def check(model: VLLM, requests: list[One]) -> Counter[str]:
 def test_two_hundred_requests(busy: tuple[VLLM, Seen]) -> None:
     """Half of them traced, with a cache so small that requests are preempted."""
     model, seen = busy
-    requests = crowd(3, 200, traced=0.5, longest=230, longest_traced=BUDGET)
+    requests = crowd(3, 200, traced=0.5, longest=400, budget=BUDGET)
     assert {request.block for request in requests} == {None, *BLOCKS}
+    assert sum(len(request.refused) for request in requests) > 50
     check(model, requests)
     assert seen.preempted["plain"] > 5
 
@@ -123,7 +125,7 @@ def test_two_hundred_requests(busy: tuple[VLLM, Seen]) -> None:
 @settings(max_examples=8)
 @given(st.integers(0, 2**32), st.integers(2, 24), st.sampled_from([0.3, 0.7, 1.0]))
 def test_any_crowd(busy: tuple[VLLM, Seen], seed: int, count: int, traced: float) -> None:
-    check(busy[0], crowd(seed, count, traced=traced, longest=230, longest_traced=BUDGET))
+    check(busy[0], crowd(seed, count, traced=traced, longest=400, budget=BUDGET))
 
 
 def test_traced_prompts_are_whole_and_others_are_cut_around_them(busy: tuple[VLLM, Seen]) -> None:
@@ -267,6 +269,78 @@ def test_a_trace_that_is_preempted_is_run_again(busy: tuple[VLLM, Seen]) -> None
     assert seen.preempted["traced"] == 2
     assert again == tokens
     assert len(found) == 6 and all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def steered(model: VLLM) -> tuple[list[Any], list[list[int]]]:
+    """Two invokes that edit, and share a list which they change."""
+    with model.trace(max_tokens=4, temperature=0, ignore_eos=True) as tracer:
+        seen = save(["before"])
+        for start in (3, 50):
+            with tracer.invoke(list(range(start, start + 20))):
+                for step in tracer.iter[:]:
+                    model.model.layers[0].output[0][:] += 0.25 * len(seen[0])
+                    seen.append((start, step, model.logits))
+    return seen, [list(result.outputs[0].token_ids) for result in tracer.results]
+
+
+def test_invokes_that_are_preempted_are_all_run_again_from_what_they_shared_at_first(busy: tuple[VLLM, Seen]) -> None:
+    model, seen = busy
+    expected, tokens = steered(model)
+    seen.to_preempt = 2
+    found, again = steered(model)
+    assert seen.preempted["traced"] == 2
+    assert again == tokens
+    assert [entry[:2] for entry in found] == [entry[:2] for entry in expected]
+    assert all(same(one[2], other[2]) for one, other in zip(found[1:], expected[1:], strict=True))
+
+
+def meeting(model: VLLM, lengths: list[int]) -> list[Any]:
+    """Invokes that all meet at a barrier in their first step; gives what they append to a list after it."""
+    with model.trace(max_tokens=2, temperature=0, ignore_eos=True) as tracer:
+        meet = tracer.barrier(len(lengths))
+        box: dict[int, Any] = {}
+        seen = save([])
+        for at, length in enumerate(lengths):
+            with tracer.invoke(list(range(5, 5 + length))):
+                box[at] = model.model.layers[0].output[0].shape[0]
+                meet()
+                for step in tracer.iter[1:]:
+                    seen.append((at, step, sorted(box.values()), model.samples.item()))
+    return seen
+
+
+def test_a_barrier_that_more_meet_at_than_run_at_a_time(busy: tuple[VLLM, Seen], monkeypatch: Any) -> None:
+    """One at a barrier gives up its place; afterwards they go on one by one."""
+    model, _ = busy
+    scheduler: Any = model.engine.llm_engine.engine_core.engine_core.scheduler
+    expected = meeting(model, [10, 20, 30])
+    monkeypatch.setattr(scheduler, "max_num_running_reqs", 1)
+    monkeypatch.setattr(scheduler, "max_num_active_reqs", 1)
+    assert sorted(meeting(model, [10, 20, 30])) == sorted(expected)
+
+
+def test_a_barrier_that_there_is_no_memory_for(busy: tuple[VLLM, Seen], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = busy
+    monkeypatch.setattr(stuck, "PATIENCE", 0.1)
+    with pytest.raises(InvokeError, match=r"invoke 0 stood at a barrier, .* found no memory for their keys and values"):
+        meeting(model, [120] * 5)
+
+
+def test_nobody_more_is_let_in_for_those_that_are_left_out(busy: tuple[VLLM, Seen], monkeypatch: Any) -> None:
+    """A long prompt is left out for a traced one; what is left of the step is not for others, as it comes back."""
+    model, seen = busy
+    scheduler: Any = model.engine.llm_engine.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler, "max_num_running_reqs", 2)
+    monkeypatch.setattr(scheduler, "max_num_active_reqs", 2)
+    batch = Batch(model)
+    batch.plain({"prompt_token_ids": list(range(1, 391))}, max_tokens=2, temperature=0, ignore_eos=True)
+    read(model, batch.traced(list(range(2, 52)), max_tokens=2, temperature=0, ignore_eos=True), 0)
+    for start in (3, 4):
+        prompt = {"prompt_token_ids": list(range(start, start + 10))}
+        batch.plain(prompt, max_tokens=2, temperature=0, ignore_eos=True)
+    assert [member.error for member in batch.run()] == [None] * 4
+    assert any(50 in step.values() for step in seen.steps)
+    assert all(len(step) <= 2 for step in seen.steps)
 
 
 def test_a_trace_that_is_preempted_again_and_again_ends(busy: tuple[VLLM, Seen]) -> None:

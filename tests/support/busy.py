@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
-from invivo import PreemptedError, save
+from invivo import PreemptedError, PromptError, save
 from support.batch import Batch, Member
 from support.compare import tensors
 from support.contract import BOUND, error_of
@@ -69,12 +70,17 @@ BLOCKS: tuple[Callable[[Any, Any, int], None], ...] = (read, edit, once, stop, f
 
 @dataclass(frozen=True)
 class One:
-    """One request of a crowd; `block` is None for a plain one."""
+    """One request of a crowd; `block` is None for a plain one.
+
+    Attributes:
+        refused: numbers of tokens with which it was tried first; a trace of so many is refused where it is made.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
     block: Callable[[Any, Any, int], None] | None
     at: int
+    refused: tuple[int, ...] = ()
 
     def add(self, batch: Batch, model: Any) -> None:
         """Put it into a batch."""
@@ -82,6 +88,9 @@ class One:
         if self.block is None:
             batch.plain({"prompt_token_ids": list(self.prompt)}, **sampling)
         else:
+            for length in self.refused:
+                with pytest.raises(PromptError, match=f"{length} tokens, and the engine computes at most "):
+                    model.trace([1] * length, **sampling)
             self.block(model, batch.traced(list(self.prompt), **sampling), self.at)
 
     def alone(self, model: Any) -> Member:
@@ -91,15 +100,20 @@ class One:
         return batch.run()[0]
 
 
-def crowd(seed: int, count: int, *, traced: float, longest: int, longest_traced: int) -> list[One]:
-    """Requests with prompts of 1 to `longest` tokens; of those that are traced, to `longest_traced`."""
+def crowd(seed: int, count: int, *, traced: float, longest: int, budget: int) -> list[One]:
+    """Requests with prompts of 1 to `longest` tokens.
+
+    Traced ones are drawn with as long prompts as the others, and again when that is refused: over `budget` tokens.
+    """
     draw = random.Random(seed)
     found = []
     for _ in range(count):
         block = draw.choice(BLOCKS) if draw.random() < traced else None
-        length = draw.randint(1, longest if block is None else longest_traced)
-        prompt = tuple(draw.randrange(VOCABULARY) for _ in range(length))
-        found.append(One(prompt, draw.randint(1, 24), block, draw.randint(0, 8)))
+        lengths = [draw.randint(1, longest)]
+        while block is not None and lengths[-1] > budget:
+            lengths.append(draw.randint(1, longest))
+        prompt = tuple(draw.randrange(VOCABULARY) for _ in range(lengths[-1]))
+        found.append(One(prompt, draw.randint(1, 24), block, draw.randint(0, 8), tuple(lengths[:-1])))
     return found
 
 

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 VOCABULARY = 49_152
 """Rows of SmolLM2's embedding: every id of its tokenizer is valid for every checkpoint made here."""
 
-POSITIONS = 256
+POSITIONS = 512
 """Longest sequence that the checkpoints accept, prompt and generated tokens together."""
 
-RECIPE_VERSION = 1
-"""Part of the folder's name: raise it when a recipe or the drawing of weights changes."""
+DRAWING_VERSION = 1
+"""Part of the folder's name, as the recipe is: raise it when the drawing of weights changes."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
@@ -138,7 +138,8 @@ def tiny_checkpoint(family: str, *, tokenizer: Path | None = None, folder: Path 
     """
     recipe = RECIPES[family]
     suffix = "text" if tokenizer is not None else "ids"
-    target = (folder or default_folder()) / f"{family}-v{RECIPE_VERSION}-{suffix}"
+    key = zlib.crc32(repr((recipe, DRAWING_VERSION)).encode())
+    target = (folder or default_folder()) / f"{family}-{key:08x}-{suffix}"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -167,6 +167,29 @@ def test_rows_that_are_no_step_end_the_trace(batch: Batch) -> None:
     assert "its prompt of 5 tokens was split" in str(block.failure)
 
 
+def test_it_is_told_once_that_a_request_goes_on_without_its_block(batch: Batch) -> None:
+    """Also of a block that waits for the end; not of one that ends its request."""
+
+    def reads(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        return {"out": envoy.first.output}
+
+    def waits(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        return {"out": envoy.first.output, "result": mediator.tracer.result}
+
+    def fails(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        raise KeyError
+
+    def goes_on(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        return {"out": [envoy.first.output for _ in mediator.tracer.iter[:]]}
+
+    names = ["reads", "waits", "fails", "goes on"]
+    for name, body in zip(names, (reads, waits, fails, goes_on), strict=True):
+        batch.add(name, body)
+    batch.step(torch.randn(4, 3), shares(names, [0, 1, 2, 3, 4], [0] * 4, [1] * 4, 4))
+    assert batch.hub.take_done() == {"reads", "waits"} and batch.hub.ended == {"fails"}
+    assert batch.hub.take_done() == frozenset()
+
+
 def test_what_comes_again_after_an_edit_ends_the_trace(batch: Batch) -> None:
     """As after a preemption; also for a block that is done, since its edits would be missing."""
 

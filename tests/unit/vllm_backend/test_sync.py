@@ -10,8 +10,10 @@ import pytest
 from vllm import RequestOutput, SamplingParams
 from vllm.outputs import CompletionOutput
 
+from invivo.envoy.errors import PreemptedError
 from invivo.tracer.backend import Reply
 from invivo.tracer.block import FORMAT, Block, Group, Payload
+from invivo.tracer.failure import describe
 from invivo.tracer.prompt import Prompt
 from invivo.tracer.results import pack, unpack
 from invivo.vllm_backend.engine import Engine
@@ -27,9 +29,14 @@ class Llm:
 
     Attributes:
         log: what was asked, in order; requests go by the number of their invoke.
+        traces: for each block that was sent, its trace and the one of all invokes.
+        preempted: how many of the next replies tell of a preemption.
     """
 
     def __init__(self, order: Sequence[int], reason: str = "length") -> None:
+        self.traces: list[tuple[str, str]] = []
+        self.names = {"group": "group"}
+        self.preempted = 0
         self.log: list[str] = []
         self.llm_engine = self
         self.order = list(order)
@@ -41,7 +48,10 @@ class Llm:
         made = []
         for one in params:
             payload = msgspec.msgpack.decode((one.extra_args or {})[KEY], type=Payload)
-            self.running[int(payload.trace)] = str(self.count)
+            assert payload.group is not None
+            self.traces.append((payload.trace, payload.group.trace))
+            self.names[payload.trace] = str(payload.group.index)
+            self.running[payload.group.index] = str(self.count)
             made.append(f"{self.count}-{'0' * 8}")
             self.count += 1
         self.log.append("send " + " ".join(map(str, list(self.running)[-len(params) :])))
@@ -63,8 +73,11 @@ class Llm:
         self.running.clear()
 
     def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[bytes]:
-        self.log.append(f"{method.removeprefix('invivo_')} {args[0]}")
-        return [Outbox().send(args[0], Reply(pack({"trace": args[0]}), None, "", (), None))]
+        name = self.names[args[0]]
+        self.log.append(f"{method.removeprefix('invivo_')} {name}")
+        failure = describe(PreemptedError("memory ran out")) if self.preempted else None
+        self.preempted = max(self.preempted - 1, 0)
+        return [Outbox().send(args[0], Reply(pack({"trace": name}), failure, "", (), None))]
 
 
 def run(llm: Llm, *groups: tuple[dict[str, int], dict[str, int]]) -> list[tuple[Reply, object]]:
@@ -117,6 +130,17 @@ def test_an_interrupted_wait_ends_all_of_them() -> None:
         run(llm, ({}, {}), ({}, {}))
     assert llm.log[:2] == ["send 0 1", "collect 1"]
     assert llm.log[2:] == ["abort 10-00000000 11-00000000", "discard_group group"]
+
+
+@pytest.mark.parametrize(("preempted", "runs"), [(1, 2), (3, 3)])
+def test_a_preempted_trace_is_run_again_as_a_whole_and_as_another_one(preempted: int, runs: int) -> None:
+    llm = Llm([0, 1] * runs)
+    llm.preempted = preempted
+    outcomes = run(llm, ({}, {}), ({"h": 0}, {}))
+    assert llm.log == ["send 0", "collect 0", "send 1", "collect 1"] * runs
+    traces, groups = zip(*llm.traces, strict=True)
+    assert len(set(traces)) == 2 * runs and len(set(groups)) == runs
+    assert [reply.failure is not None for reply, _ in outcomes] == [False, False]
 
 
 def test_an_error_of_the_engine_is_the_failure_of_the_invoke() -> None:
