@@ -15,14 +15,15 @@ from threading import get_ident
 
 import torch
 
-from ..envoy.address import LOGITS, SAMPLES, Port
+from ..envoy.address import SAMPLES, Port
 from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws
 from .hooks import Hooks
-from .mediator import BarrierWait, EndWait, Mediator, Place, StepWait
+from .mediator import BarrierWait, EndWait, Mediator, StepWait
 from .meetings import Meetings
 from .modes import Outside
+from .place import Place
 from .recorder import Recorder
 from .values import Change, Held, copies, map_tensors, put_rows
 from .windows import Share, broken
@@ -62,16 +63,13 @@ class Hub:
         self._call_module = call or (lambda module, args, kwargs: module(*args, **kwargs))
         self._vocabulary: int | None = None
         self._waiting: dict[Port, list[Mediator]] = {}
-        self._firing: list[Mediator] | None = None
+        self._firing: list[Mediator] = []
         self._meetings = Meetings(self._turn)
         self._shares: Mapping[str, Share] = {}
         self._steps: dict[str, int] = {}
         self._recorder: Recorder | None = None
         self._place = Place()
         self._learned: Learned | None = None
-        self._now: Port | None = None
-        self._sampling = False
-        self._over = True
         self._inside = False
         self._thread = get_ident()
 
@@ -89,7 +87,7 @@ class Hub:
         self._draws = self._drew or draws(self._model)
         self.mediators[request] = mediator
         mediator.request = request
-        mediator.passed = self._passed
+        mediator.place = self._place
         mediator.caller = self._call
         if mediator.member is not None:
             self._grouped[request] = mediator
@@ -154,8 +152,8 @@ class Hub:
 
     def begin(self, shares: Mapping[str, Share]) -> None:
         """A step of the model begins; blocks that start now or waited for it get their turn."""
-        self._shares, self._now, self._sampling, self._over = shares, None, False, False
-        self._place.number, self._place.inside = -1, True
+        self._shares = shares
+        self._place.begin(shares)
         self._thread = get_ident()
         present = [(request, share) for request, share in shares.items() if request in self.mediators]
         present.sort(key=lambda item: self.mediators[item[0]].index)  # blocks of one trace, in their order
@@ -185,7 +183,7 @@ class Hub:
 
     def forward_done(self) -> None:
         """The forward is over: from here on each request has one row, for logits and samples."""
-        self._sampling, self._place.inside = True, False
+        self._place.forward_done()
         SEAT.leave()
         self._see_draws()
 
@@ -197,24 +195,19 @@ class Hub:
 
         Other threads may use the same modules in the meantime; nothing fires for them.
         """
-        if self._inside or self._over or get_ident() != self._thread:
+        if self._inside or self._place.over or get_ident() != self._thread:
             return None
         if self._recorder is not None and not port.of_step:
             self._recorder.note(port, value, self._rows())
         waiting = self._waiting.pop(port, None)
         if waiting is None:
             return None
-        self._now = port
-        if not self._sampling:
-            for place in self._place.order.get(port, ()):
-                if place > self._place.number:
-                    self._place.number = place
-                    break
+        self._place.at(port)
         if len(waiting) > 1:
             waiting.sort(key=_index)
         changes: list[Change] = []
         replaced: object = None
-        self._firing = waiting
+        self._firing, self._place.firing = waiting, True
         try:
             served = 0
             while served < len(waiting):  # it grows if a block lets others go on at a barrier that ask for this port
@@ -225,14 +218,14 @@ class Hub:
                 replaced = put_rows(value, changes, port)
         except Exception as error:
             self.give_up(error)
-        self._firing = None
-        if self._draws or self._sampling:
+        self._firing, self._place.firing = [], False
+        if self._draws or self._place.sampling:
             SEAT.leave()
         return replaced
 
     def finish_step(self) -> None:
         """The step is over: blocks that still wait for one of its ports get an error. Hooks stay for the next step."""
-        self._over, self._place.inside = True, False
+        self._place.end()
         while self._waiting:
             port, waiting = self._waiting.popitem()
             for mediator in waiting:
@@ -244,12 +237,13 @@ class Hub:
         if self._recorder is not None:
             self._learned, self._recorder = self._recorder.learned(), None
             self.tree.learn(self._learned)
+            self._place.learned = True
             self._place.order = self.tree.places
 
     def abandon_step(self) -> None:
         """The engine failed in this step: forget the step without running blocks."""
-        self._over, self._place.inside = True, False
-        self._firing = None
+        self._place.end()
+        self._firing, self._place.firing = [], False
         self._waiting.clear()
         self._hooks.clear()
         SEAT.leave()
@@ -283,13 +277,14 @@ class Hub:
             if again:  # after a preemption, and nothing that is computed once more was edited
                 if not share.ends_with(expected):
                     self._shares = {key: other for key, other in self._shares.items() if key != request}
+                    self._place.requests = self._shares
                     return
                 share = share.last_of(expected)
         self._steps[request] = expected
         if mediator.done:
             return
         mediator.share = share
-        mediator.place = self._place
+        mediator.apart = False
         if isinstance(mediator.wait, BarrierWait):
             assert mediator.member is not None, "there are barriers in a group only"
             why = f"its request went on to step {expected} without it, as the engine did not hold it back"
@@ -310,7 +305,7 @@ class Hub:
 
     def _serve(self, waiting: list[Mediator], port: Port, value: object, changes: list[Change]) -> None:
         """The turns of blocks at a port, and what they change there."""
-        windows = [mediator.share.last if self._sampling else mediator.share.rows for mediator in waiting]
+        windows = [mediator.share.last if self._place.sampling else mediator.share.rows for mediator in waiting]
         try:
             made = copies(value, windows, port)
         except UnsupportedError as error:
@@ -350,7 +345,7 @@ class Hub:
         """See what a block waits for now."""
         port = mediator.wait
         if isinstance(port, Port):
-            if self._firing is not None and port is self._now:
+            if self._place.firing and port is self._place.port:
                 self._firing.append(mediator)
                 return
             waiting = self._waiting.get(port)
@@ -361,7 +356,7 @@ class Hub:
                 if not port.of_step:
                     self._hooks.watch(port)
         elif isinstance(port, BarrierWait):
-            mediator.place = Place()  # when it goes on, its step may be over, which `_passed` tells
+            mediator.apart = True
             self._meetings.come(mediator, port)
         elif mediator.done:
             over = mediator.failure is not None or mediator.stopped
@@ -394,38 +389,6 @@ class Hub:
             self._draws = self._drew or draws(self._model)
             self._random = None
 
-    # --- order
-
     def _rows(self) -> int | None:
         window = next(iter(self._shares.values())).rows
         return window.total if window is not None else None
-
-    def _passed(self, mediator: Mediator, port: Port) -> str | None:
-        """Why the port cannot come any more in this step, or None if it may."""
-        if mediator.request not in self._shares:
-            return (
-                f"{port} has passed: step {mediator.step} of this request was over when the barrier let the block go "
-                "on. Read the port before the barrier, or in the next step, in a loop over `tracer.iter`."
-            )
-        if self._firing is not None and port is self._now:
-            return None  # another block is at it now
-        if self._over:
-            return f"{port} has passed: the step is over. Ask for it in the next step, in a loop over `tracer.iter`."
-        late = self._now is not None and self._now.of_step
-        if port.of_step:
-            passed = self._now is not None and self._now.kind == SAMPLES and port.kind == LOGITS
-            return None if not passed else f"{port} has passed: the model is at {self._now}, which comes after it."
-        places = self._place.order.get(port)
-        if not places:
-            if self._learned is not None or not late:
-                return None
-            its_place = f"{port}, like those of all modules, comes before"
-        elif places[-1] > self._place.number and not late:
-            return None
-        else:
-            its_place = f"{port} is at place {places[-1]}"
-        return (
-            f"{port} has passed: the model is at {self._now} "
-            f"({'after all modules' if late else f'place {self._place.number} in execution order'}), and {its_place}. "
-            "Read ports in execution order, and keep what you read in a variable."
-        )

@@ -7,7 +7,7 @@ on that thread; nothing blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import TypeAlias
 
@@ -25,6 +25,7 @@ from .limits import Limits
 from .memory import give_back
 from .meter import fitting, size_of
 from .modes import Outside, Turns
+from .place import Place
 from .streamed import Streamed
 from .values import Held
 from .views import Part, view, with_part
@@ -54,23 +55,6 @@ Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait
 """What a block waits for; a port is one of the current step."""
 
 
-class Place:
-    """How far the model has come in its step, for all blocks that meet it.
-
-    Attributes:
-        number: place in execution order of the port that fired last; before the first one, -1.
-        inside: the forward is running.
-        order: the places of each port; empty until they are learned.
-    """
-
-    __slots__ = ("inside", "number", "order")
-
-    def __init__(self) -> None:
-        self.number = -1
-        self.inside = False
-        self.order: Mapping[Port, Sequence[int]] = {}
-
-
 class StopBlock(BaseException):
     """Unwinds a block that called `tracer.stop()`."""
 
@@ -88,6 +72,7 @@ class Mediator(active.Session):
         port: the port it is at, as long as that one can be read and written.
         held: what it holds of that port.
         place: how far the model has come.
+        apart: a barrier has let it go on, maybe when its own step was over.
         failure: the exception that ended it.
         failed_at: the port that it was at then.
         stopped: it called `stop`.
@@ -131,7 +116,7 @@ class Mediator(active.Session):
         self.streamed: Streamed | None = None
         self.line: Callable[[], int] = lambda: 0
         self.place = Place()
-        self.passed: Callable[[Mediator, Port], str | None] = lambda mediator, port: None
+        self.apart = False
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
         self._turns = turns
         self._body = body
@@ -344,8 +329,8 @@ class Mediator(active.Session):
             )
         place = self.place
         known = place.order.get(port)
-        if known is None or known[-1] <= place.number or not place.inside:  # else, the usual case, it is yet to come
-            passed = self.passed(self, port)
+        if known is None or known[-1] <= place.number or not place.inside or self.apart:  # not the usual case
+            passed = place.passed(port, self.request, self.step)
             if passed is not None:
                 raise PortPassedError(passed)
         self._switch(port)

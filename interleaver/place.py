@@ -1,0 +1,88 @@
+"""How far the model has come in its step, and which ports may still come."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from ..envoy.address import LOGITS, SAMPLES, Port
+
+
+class Place:
+    """Where the model is, for all blocks that meet it.
+
+    Attributes:
+        requests: those of the step.
+        order: the places of each port in execution order; empty until they are learned.
+        learned: the order is known, so that a port which is not in it is never called.
+        number: the place of the port that fired last; before the first one, -1.
+        port: that port.
+        inside: the forward is running.
+        sampling: it is over, and logits and samples come.
+        over: the step is over.
+        firing: blocks have their turns at the port.
+    """
+
+    __slots__ = ("firing", "inside", "learned", "number", "order", "over", "port", "requests", "sampling")
+
+    def __init__(self) -> None:
+        self.requests: Collection[str] = ()
+        self.order: Mapping[Port, Sequence[int]] = {}
+        self.learned = False
+        self.number = -1
+        self.port: Port | None = None
+        self.inside = False
+        self.sampling = False
+        self.over = True
+        self.firing = False
+
+    def begin(self, requests: Collection[str]) -> None:
+        """A step of these requests begins."""
+        self.requests, self.number, self.port = requests, -1, None
+        self.inside, self.sampling, self.over = True, False, False
+
+    def at(self, port: Port) -> None:
+        """A port fires."""
+        self.port = port
+        if not self.sampling:
+            for number in self.order.get(port, ()):
+                if number > self.number:
+                    self.number = number
+                    break
+
+    def forward_done(self) -> None:
+        """The forward is over."""
+        self.inside, self.sampling = False, True
+
+    def end(self) -> None:
+        """The step is over."""
+        self.inside, self.over = False, True
+
+    def passed(self, port: Port, request: str, step: int) -> str | None:
+        """Why a port cannot come any more for a request that is in this step of its own; None if it may."""
+        if request not in self.requests:
+            return (
+                f"{port} has passed: step {step} of this request was over when the barrier let the block go on. Read "
+                "the port before the barrier, or in the next step, in a loop over `tracer.iter`."
+            )
+        if self.firing and port is self.port:
+            return None  # another block is at it now
+        if self.over:
+            return f"{port} has passed: the step is over. Ask for it in the next step, in a loop over `tracer.iter`."
+        late = self.port is not None and self.port.of_step
+        if port.of_step:
+            passed = self.port is not None and self.port.kind == SAMPLES and port.kind == LOGITS
+            return None if not passed else f"{port} has passed: the model is at {self.port}, which comes after it."
+        places = self.order.get(port)
+        if not places:
+            if self.learned or not late:
+                return None
+            its_place = f"{port}, like those of all modules, comes before"
+        elif places[-1] > self.number and not late:
+            return None
+        else:
+            its_place = f"{port} is at place {places[-1]}"
+        return (
+            f"{port} has passed: the model is at {self.port} "
+            f"({'after all modules' if late else f'place {self.number} in execution order'}), and {its_place}. "
+            "Read ports in execution order, and keep what you read in a variable."
+        )
