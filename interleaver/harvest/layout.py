@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -49,7 +50,8 @@ def write(path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str,
     try:
         _write(file, memoryview(len(header).to_bytes(8, "little") + header))
         for _, tensor in ordered:
-            _write(file, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+            _write(file, memoryview(array))
     finally:
         os.close(file)
     return 8 + len(header) + place

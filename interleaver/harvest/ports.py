@@ -116,7 +116,9 @@ def in_order(found: Iterable[Choice], tree: ModuleTree) -> list[Choice]:
 def _choices(item: object, root: Envoy) -> list[Choice]:
     if isinstance(item, Envoy):
         if item.root is not root:
-            raise ForeignError(f"the Envoy `{item.address or 'model'}` belongs to another model than the one harvested.")
+            raise ForeignError(
+                f"the Envoy `{item.address or 'model'}` belongs to another model than the one harvested."
+            )
         if not item.address:
             raise MisuseError("the whole model has no output to harvest: name its modules, or 'logits'.")
         return [Choice(f"{item.address}.output", item.address, OUTPUT, "output")]

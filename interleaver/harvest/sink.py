@@ -83,9 +83,7 @@ def take(run: str, number: int, prompt: bytes) -> None:
     step = 0
     while step == 0 or session.advance(step):
         rows = len(given) if step == 0 else 1
-        parts = [
-            (tensor, choice.of_step or step > 0) for choice in plan.choices for _, tensor in _read(choice, rows)
-        ]
+        parts = [(tensor, choice.of_step or step > 0) for choice in plan.choices for _, tensor in _read(choice, rows)]
         for column, kept, (tensor, whole) in zip(plan.columns, pieces, parts, strict=True):
             kept.append(_kept(tensor, None if whole else plan.rows, column.torch_dtype))
         if step == plan.generate:

@@ -199,7 +199,7 @@ class _Buffer:
     def sealed(self) -> None:
         """No more rows: mark the place behind the last copy from a GPU."""
         if self._pinned:
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def tensors(self) -> dict[str, torch.Tensor]:
