@@ -67,8 +67,11 @@ def harvest(
 
 
 def _arguments(given: list[str]) -> dict[str, Any]:
-    """Engine arguments, as Python values where they are JSON."""
-    found: dict[str, Any] = {}
+    """Engine arguments, as Python values where they are JSON.
+
+    A harvest of modules runs every step eagerly, so to compile the model would only take time.
+    """
+    found: dict[str, Any] = {"enforce_eager": True}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:

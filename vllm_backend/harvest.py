@@ -29,6 +29,7 @@ from ..interleaver.harvest.ports import Choice, choices, in_order
 from ..interleaver.harvest.progress import Bar
 from ..interleaver.harvest.prompts import Prompts
 from ..interleaver.memory import shown
+from ..tracer.backend import Reply
 from ..tracer.prompt import tokenize
 from ..tracer.results import unpack
 from .harvest_runs import LOOK, TAKE, Job, Runs, check, payload, runs_of
@@ -191,19 +192,21 @@ def _columns(
     """The ports in order, and the columns that they make: found by running two tokens."""
     trial = [given[0][0]] * 2
 
-    def look(choices: list[Choice]) -> list[tuple[str, str, tuple[int, ...]]]:
+    def look(choices: list[Choice]) -> Reply:
         encoded = msgspec.msgpack.encode(choices)
-        reply = runs.run(payload(LOOK, model, look=sink.look, choices=encoded, rows=len(trial)), trial)
-        check(reply)
-        if reply.learned is not None:
-            model.learn(reply.learned)
-        found: list[tuple[str, str, tuple[int, ...]]] = unpack(reply.saves)["found"]  # type: ignore[assignment]
-        return found
+        return runs.run(payload(LOOK, model, look=sink.look, choices=encoded, rows=len(trial)), trial)
 
-    look([])  # the order is not known before
+    of_modules = [choice for choice in asked if not choice.of_step]
+    if of_modules and not model._tree.order:
+        learned = look(of_modules[:1]).learned  # whether that one fires or not
+        if learned is not None:
+            model.learn(learned)
     found = in_order(asked, model._tree)
+    reply = look(found)
+    check(reply)
+    seen: Any = unpack(reply.saves)["found"]
     columns = []
-    for name, dtype, shape in look(found):
+    for name, dtype, shape in seen:
         floating = getattr(torch, dtype).is_floating_point
         columns.append(Column(name, wanted if wanted is not None and floating else dtype, tuple(shape)))
     names = [column.name for column in columns]
@@ -222,7 +225,7 @@ def _there(folder: Path, given: Prompts) -> set[int]:
     there: set[int] = set()
     for table in tables(folder):
         for number, digest in zip(table.numbers, table.digests, strict=True):
-            if number >= len(given) or hashlib.sha256(given.encoded(number)).digest() != bytes(digest.tolist()):
+            if number >= len(given) or hashlib.sha256(given.encoded(number)).digest() != digest:
                 raise MisuseError(
                     f"{folder / table.file} has rows of another prompt {number} than was given: choose another folder."
                 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -15,6 +16,10 @@ from ...envoy.errors import MisuseError
 from .manifest import Manifest, load, tables
 
 _OF_ROW = ("prompt", "token_id", "position")
+
+
+Row: TypeAlias = "dict[str, torch.Tensor]"
+"""What is known of one token, or of several with their values stacked."""
 
 
 class Activations(Dataset[dict[str, torch.Tensor]]):
@@ -65,20 +70,21 @@ class Activations(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return self._counts[-1]
 
-    def __getitem__(self, index: int | slice | Sequence[int] | torch.Tensor) -> dict[str, torch.Tensor]:
-        if isinstance(index, int):
-            shard, row = self._place(index)
-            return {name: tensor[row] for name, tensor in self._shard(shard).items()}
+    def __getitem__(self, index: SupportsIndex | slice | Iterable[SupportsIndex] | torch.Tensor) -> Row:
         if isinstance(index, slice):
             return self._range(*index.indices(len(self)))
-        return self._gathered(index.tolist() if isinstance(index, torch.Tensor) else [int(at) for at in index])
+        where: Any = index.tolist() if isinstance(index, torch.Tensor) else index
+        if isinstance(where, Iterable):
+            return self._gathered([operator.index(at) for at in where])
+        shard, row = self._place(operator.index(where))
+        return {name: tensor[row] for name, tensor in self._shard(shard).items()}
 
     @property
     def prompts(self) -> list[int]:
         """Numbers of the prompts that have rows, in order."""
         return sorted(self._prompts)
 
-    def of_prompt(self, number: int) -> dict[str, torch.Tensor]:
+    def of_prompt(self, number: int) -> Row:
         """The rows of one prompt.
 
         Raises:
@@ -101,7 +107,7 @@ class Activations(Dataset[dict[str, torch.Tensor]]):
         shard = bisect_right(self._counts, index) - 1
         return shard, index - self._counts[shard]
 
-    def _shard(self, number: int) -> dict[str, torch.Tensor]:
+    def _shard(self, number: int) -> Row:
         """Its tensors, which are views of the file."""
         found = self._open.get(number)
         if found is None:
@@ -110,7 +116,7 @@ class Activations(Dataset[dict[str, torch.Tensor]]):
             self._open[number] = found
         return found
 
-    def _range(self, start: int, stop: int, step: int) -> dict[str, torch.Tensor]:
+    def _range(self, start: int, stop: int, step: int) -> Row:
         if step != 1 or start >= stop:
             return self._gathered(list(range(start, stop, step)))
         first, last = self._place(start)[0], self._place(stop - 1)[0]
@@ -121,7 +127,7 @@ class Activations(Dataset[dict[str, torch.Tensor]]):
             parts.append({name: tensor[low:high] for name, tensor in self._shard(number).items()})
         return {name: torch.cat([part[name] for part in parts]) for name in (*self.columns, *_OF_ROW)}
 
-    def _gathered(self, indices: list[int]) -> dict[str, torch.Tensor]:
+    def _gathered(self, indices: list[int]) -> Row:
         """Rows in any order: shard by shard, so that each is asked once."""
         by_shard: dict[int, tuple[list[int], list[int]]] = {}
         for at, index in enumerate(indices):
@@ -139,7 +145,7 @@ class Activations(Dataset[dict[str, torch.Tensor]]):
                 found[name][torch.tensor(ats)] = tensor[torch.tensor(rows)]
         return found
 
-    def _nothing(self) -> dict[str, torch.Tensor]:
+    def _nothing(self) -> Row:
         columns = [column for column in self.manifest.columns if column.name in self.columns]
         found = {column.name: torch.empty((0, *column.shape), dtype=column.torch_dtype) for column in columns}
         dtypes = {"prompt": torch.int64, "token_id": torch.int32, "position": torch.int32}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-import torch
 from safetensors import SafetensorError, safe_open
 
 from ...envoy.errors import MisuseError
@@ -119,7 +118,7 @@ class Table(NamedTuple):
     rows: int
     numbers: list[int]
     starts: list[int]
-    digests: torch.Tensor
+    digests: list[bytes]
 
 
 def tables(folder: Path) -> Iterator[Table]:
@@ -133,7 +132,9 @@ def tables(folder: Path) -> Iterator[Table]:
             with safe_open(path, "pt") as file:
                 rows = file.get_slice("prompt").get_shape()[0]
                 numbers, starts = (file.get_tensor(f"prompts.{name}").tolist() for name in ("number", "start"))
-                yield Table(path.name, rows, numbers, starts, file.get_tensor("prompts.sha256"))
+                digests = file.get_tensor("prompts.sha256").numpy().tobytes()
+                each = [digests[at : at + 32] for at in range(0, len(digests), 32)]
+                yield Table(path.name, rows, numbers, starts, each)
         except (SafetensorError, OSError) as error:
             raise MisuseError(
                 f"{path} cannot be read ({error}): the machine may have gone down before it was on the disk. Remove "

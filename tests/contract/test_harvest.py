@@ -27,6 +27,7 @@ PROMPTS = [[17, 49_000, 2222, 31, 5], [6], [1234, 777, 4000, 8, 15, 16, 23, 42],
 STREAMS = "sum(model.layers.*.output)"
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
+    "enforce_eager": True,
     "max_model_len": 64,
     "max_num_batched_tokens": 64,
     "max_num_seqs": 4,

@@ -12,8 +12,9 @@ from invivo.vllm_backend.cli import _arguments, _positions, app
 
 
 def test_values() -> None:
-    found = _arguments(["max-model-len=2048", "dtype=float32", "enforce_eager=true", "load_format=a=b"])
-    assert found == {"max_model_len": 2048, "dtype": "float32", "enforce_eager": True, "load_format": "a=b"}
+    found = _arguments(["max-model-len=2048", "dtype=float32", "enforce_eager=false", "load_format=a=b"])
+    assert found == {"max_model_len": 2048, "dtype": "float32", "enforce_eager": False, "load_format": "a=b"}
+    assert _arguments([]) == {"enforce_eager": True}
     assert (_positions("all"), _positions("1:"), _positions("-8::2")) == ("all", slice(1, None), slice(-8, None, 2))
     for wrong in (lambda: _arguments(["dtype"]), lambda: _positions("1:x"), lambda: _positions("1:2:3:4")):
         with pytest.raises(typer.BadParameter):

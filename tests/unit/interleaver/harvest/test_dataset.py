@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -54,6 +56,8 @@ def test_rows(folder: Path) -> None:
     assert rows[4]["a"].tolist() == [101.0, 101.0]
     assert rows[4]["b"].shape == (2, 3)
     assert rows[4]["b"].dtype == torch.bfloat16
+    for same in (np.int64(5), torch.tensor(5)):
+        assert int(rows[same]["token_id"]) == ids()[5]
     with pytest.raises(IndexError, match="row 23 of 23"):
         rows[23]
 
@@ -69,8 +73,8 @@ def test_slices(folder: Path, where: slice) -> None:
     assert found["b"].shape == (len(ids()[where]), 2, 3)
 
 
-@pytest.mark.parametrize("where", [[22, 0, 9, 9, -1], [], torch.tensor([4, 21])])
-def test_lists(folder: Path, where: list[int] | torch.Tensor) -> None:
+@pytest.mark.parametrize("where", [[22, 0, 9, 9, -1], [], torch.tensor([4, 21]), np.array([7])])
+def test_lists(folder: Path, where: Any) -> None:
     found = Activations(folder)[where]
     assert found["token_id"].tolist() == [ids()[int(at)] for at in where]
 
