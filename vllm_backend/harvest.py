@@ -134,7 +134,7 @@ def harvest(
         raise
     if problem := runs.end(plan.run):
         raise MisuseError(problem)
-    store(folder, _finished(folder, manifest))
+    store(folder, _finished(folder, manifest, sum(count > 0 for count in lengths)))
     return Activations(folder)
 
 
@@ -242,9 +242,10 @@ def _check_disk(folder: Path, needed: int) -> None:
         )
 
 
-def _finished(folder: Path, manifest: Manifest) -> Manifest:
+def _finished(folder: Path, manifest: Manifest, prompts: int) -> Manifest:
     shards = tuple(Shard(table.file, table.rows, len(table.numbers)) for table in tables(folder))
-    return structs.replace(manifest, complete=True, rows=sum(shard.rows for shard in shards), shards=shards)
+    complete = sum(shard.prompts for shard in shards) == prompts
+    return structs.replace(manifest, complete=complete, rows=sum(shard.rows for shard in shards), shards=shards)
 
 
 def _versions() -> dict[str, str]:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 
@@ -59,9 +60,9 @@ class Writer:
         self._error: MisuseError | InternalError | None = None
         self._free: SimpleQueue[_Buffer] = SimpleQueue()
         self._full: SimpleQueue[_Buffer | None] = SimpleQueue()
-        for buffer in buffers[1:]:
+        for buffer in buffers:
             self._free.put(buffer)
-        self._buffer = buffers[0]
+        self._buffer: _Buffer | None = None
         self._thread = threading.Thread(target=self._run, name="invivo-harvest", daemon=True)
         self._thread.start()
 
@@ -89,8 +90,9 @@ class Writer:
         if not count:
             return
         _check(self.plan, columns, count)
-        if self._buffer.rows + count > self.plan.capacity:
-            self._seal()
+        if self._buffer is not None and self._buffer.rows + count > self.plan.capacity:
+            self._pass_on()
+        if self._buffer is None:
             self._buffer = self._free.get()
         if self._error is not None:
             raise self._error
@@ -102,17 +104,18 @@ class Writer:
         Raises:
             MisuseError: a shard could not be written.
         """
-        if self._buffer.rows:
-            self._seal()
+        self._pass_on()
         self._full.put(None)
         self._thread.join()
         os.close(self._lock)
         if self._error is not None:
             raise self._error
 
-    def _seal(self) -> None:
-        self._buffer.sealed()
-        self._full.put(self._buffer)
+    def _pass_on(self) -> None:
+        """Give the buffer that is being filled to the thread; a block may be ended between any two of these lines."""
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None and buffer.rows:
+            self._full.put(buffer)
 
     def _run(self) -> None:
         with suppress(OSError):  # priorities are per thread in Linux
@@ -144,16 +147,20 @@ class Writer:
         self._number += 1
 
 
-class _Buffer:
-    """Room for the rows of one shard.
+class _Prompt(NamedTuple):
+    """Where the rows of a prompt are in a shard, and the sha256 of its tokens."""
 
-    Attributes:
-        rows: how many there are.
-    """
+    number: int
+    start: int
+    end: int
+    digest: bytes
+
+
+class _Buffer:
+    """Room for the rows of one shard."""
 
     def __init__(self, plan: Plan, pinned: bool) -> None:
         rows = plan.capacity
-        self.rows = 0
         self._plan = plan
         self._pinned = pinned
         # Not touched before it is needed: a harvest of a few rows holds the memory of a few rows.
@@ -163,15 +170,17 @@ class _Buffer:
         self._prompt = torch.empty(rows, dtype=torch.int64)
         self._token_id = torch.empty(rows, dtype=torch.int32)
         self._position = torch.empty(rows, dtype=torch.int32)
-        self._copied: torch.cuda.Event | None = None
-        self.clear()
+        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+        self._prompts: list[_Prompt] = []
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return self._prompts[-1].end if self._prompts else 0
 
     def clear(self) -> None:
         """Forget all rows; the memory stays, since what is written for the first time is slow."""
-        self.rows = 0
-        self._numbers: list[int] = []
-        self._starts: list[int] = []
-        self._digests: list[bytes] = []
+        self._prompts = []
 
     def add(
         self,
@@ -191,16 +200,9 @@ class _Buffer:
         self._prompt[start:end] = prompt
         self._token_id[start:end] = token_ids
         self._position[start:end] = positions
-        self._numbers.append(prompt)
-        self._starts.append(start)
-        self._digests.append(hashlib.sha256(prompt_ids).digest())
-        self.rows = end
-
-    def sealed(self) -> None:
-        """No more rows: mark the place behind the last copy from a GPU."""
-        if self._pinned:
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if self._copied is not None:  # behind the last copy, in the stream of the model
             self._copied.record()
+        self._prompts.append(_Prompt(prompt, start, end, hashlib.sha256(prompt_ids).digest()))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What the shard holds, by name."""
@@ -208,13 +210,13 @@ class _Buffer:
             self._copied.synchronize()
         rows = self.rows
         found = {column.name: self._columns[at][:rows] for at, column in enumerate(self._plan.columns)}
-        digests = bytearray(b"".join(self._digests))
+        digests = bytearray(b"".join(prompt.digest for prompt in self._prompts))
         return found | {
             "prompt": self._prompt[:rows],
             "token_id": self._token_id[:rows],
             "position": self._position[:rows],
-            "prompts.number": torch.tensor(self._numbers),
-            "prompts.start": torch.tensor(self._starts),
+            "prompts.number": torch.tensor([prompt.number for prompt in self._prompts]),
+            "prompts.start": torch.tensor([prompt.start for prompt in self._prompts]),
             "prompts.sha256": torch.frombuffer(digests, dtype=torch.uint8).reshape(-1, 32),
         }
 
