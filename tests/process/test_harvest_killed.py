@@ -17,7 +17,7 @@ from support.processes import start_script
 
 pytestmark = pytest.mark.engine
 
-PROMPTS = 1500
+PROMPTS = 500
 
 SCRIPT = """
 import os, sys, torch
