@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,24 +34,32 @@ def storable(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def write(path: str, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> int:
-    """Write contiguous tensors of the CPU into a new file; returns its size."""
+def write(path: str, tensors: Mapping[str, Sequence[torch.Tensor]], metadata: Mapping[str, str]) -> int:
+    """Write a new file; returns its size.
+
+    Args:
+        path: of the file.
+        tensors: by name, in pieces of rows: contiguous and on the CPU.
+        metadata: of the file.
+    """
     # Wide elements first, so that each tensor begins at a multiple of its element's size.
-    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    ordered = sorted(tensors.items(), key=lambda item: -item[1][0].element_size())
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     place = 0
-    for name, tensor in ordered:
-        end = place + tensor.nbytes
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [place, end]}
+    for name, pieces in ordered:
+        end = place + sum(piece.nbytes for piece in pieces)
+        shape = [sum(len(piece) for piece in pieces), *pieces[0].shape[1:]]
+        entries[name] = {"dtype": _NAMES[pieces[0].dtype], "shape": shape, "data_offsets": [place, end]}
         place = end
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         _write(file, memoryview(len(header).to_bytes(8, "little") + header))
-        for _, tensor in ordered:
-            array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-            _write(file, memoryview(array))
+        for _, pieces in ordered:
+            for piece in pieces:
+                array: Any = piece.reshape(-1).view(torch.uint8).numpy()
+                _write(file, memoryview(array))
     finally:
         os.close(file)
     return 8 + len(header) + place

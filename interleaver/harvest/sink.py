@@ -7,9 +7,11 @@ what travels with a prompt is its number and its tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ...envoy import active
@@ -20,6 +22,8 @@ from . import layout
 from .plan import Plan
 from .ports import Choice
 from .writer import Writer
+
+Tokens: TypeAlias = "npt.NDArray[Any]"
 
 _writers: dict[str, Writer] = {}
 _choices = msgspec.msgpack.Decoder(tuple[Choice, ...])
@@ -76,25 +80,45 @@ def take(run: str, number: int, prompt: bytes) -> None:
     writer = _writers.get(run)
     if writer is None:
         raise MisuseError("the harvest that this prompt belongs to has ended.")
-    session, plan = active.session("a harvest"), writer.plan
     given = np.frombuffer(prompt, np.int32)
+    chosen = np.arange(len(given))[writer.plan.rows]
+    if writer.plan.generate:
+        _take_steps(writer, number, prompt, given, chosen)
+        return
+    plan = writer.plan
+    with writer.place(len(chosen)) as place:
+        for at, (tensor, rows) in enumerate(_ports(plan, len(given), plan.rows)):
+            place.put(at, tensor[rows])
+        place.fill(number, prompt, torch.from_numpy(given[chosen]), torch.from_numpy(chosen))
+
+
+def _take_steps(writer: Writer, number: int, prompt: bytes, given: Tokens, chosen: Tokens) -> None:
+    """As `take`, with the rows of generated tokens: how many there will be is known at the end."""
+    session, plan = active.session("a harvest"), writer.plan
     pieces: list[list[torch.Tensor]] = [[] for _ in plan.columns]
     generated: list[int] = []
-    step = 0
-    while step == 0 or session.advance(step):
-        rows = len(given) if step == 0 else 1
-        parts = [(tensor, choice.of_step or step > 0) for choice in plan.choices for _, tensor in _read(choice, rows)]
-        for column, kept, (tensor, whole) in zip(plan.columns, pieces, parts, strict=True):
-            kept.append(_kept(tensor, None if whole else plan.rows, column.torch_dtype))
-        if step == plan.generate:
+    for step in range(plan.generate + 1):
+        if not session.advance(step):
             break
-        generated.append(int(session.read(_samples, "samples")))  # type: ignore[call-overload]
-        step += 1
+        parts = _ports(plan, *((1, slice(None)) if step else (len(given), plan.rows)))
+        for column, kept, (tensor, rows) in zip(plan.columns, pieces, parts, strict=True):
+            kept.append(tensor[rows].to(column.torch_dtype, copy=rows != slice(None)))
+        if step < plan.generate:
+            generated.append(int(session.read(_samples, "samples")))  # type: ignore[call-overload]
     forwards = len(pieces[0]) - 1
-    chosen = np.arange(len(given))[plan.rows]
     tokens = np.concatenate([given[chosen], np.array(generated[:forwards], np.int32)])
-    places = np.concatenate([chosen, np.arange(len(given), len(given) + forwards)]).astype(np.int32)
-    writer.add(number, prompt, torch.from_numpy(tokens), torch.from_numpy(places), pieces)
+    positions = np.concatenate([chosen, np.arange(len(given), len(given) + forwards)])
+    with writer.place(len(tokens)) as place:
+        for at, kept in enumerate(pieces):
+            place.put(at, torch.cat(kept))
+        place.fill(number, prompt, torch.from_numpy(tokens), torch.from_numpy(positions))
+
+
+def _ports(plan: Plan, rows: int, chosen: slice) -> Iterator[tuple[torch.Tensor, slice]]:
+    """What the columns of a step are, with the rows that are kept of it."""
+    for choice in plan.choices:
+        for _, tensor in _read(choice, rows):
+            yield tensor, slice(None) if choice.of_step else chosen
 
 
 def _read(choice: Choice, rows: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -139,10 +163,3 @@ def _by_row(tensor: torch.Tensor, rows: int, name: str) -> torch.Tensor:
             "harvested."
         )
     return tensor
-
-
-def _kept(tensor: torch.Tensor, rows: slice | None, dtype: torch.dtype) -> torch.Tensor:
-    """The rows to be stored, which do not keep the others in memory."""
-    if rows is None or rows == slice(None):
-        return tensor.to(dtype)
-    return tensor[rows].to(dtype, copy=True)

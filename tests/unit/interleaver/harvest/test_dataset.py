@@ -37,7 +37,10 @@ def folder(tmp_path: Path) -> Path:
     for number, rows in enumerate(LENGTHS):
         tokens = torch.arange(rows, dtype=torch.int32) + 100 * number
         a = tokens[:, None].float().expand(rows, 2)
-        out.add(number, tokens.numpy().tobytes(), tokens, tokens % 100, [[a], [torch.ones(rows, 2, 3)]])
+        with out.place(rows) as place:
+            place.put(0, a)
+            place.put(1, torch.ones(rows, 2, 3))
+            place.fill(number, tokens.numpy().tobytes(), tokens, tokens % 100)
     out.close()
     store(tmp_path, MANIFEST)
     return tmp_path

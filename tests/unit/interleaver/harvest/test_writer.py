@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,17 @@ def plan(folder: Path, capacity: int = 8) -> Plan:
 def add(into: Writer, prompt: int, rows: int) -> torch.Tensor:
     values = torch.rand(rows, 2) + prompt
     tokens = torch.arange(rows, dtype=torch.int32)
-    into.add(prompt, tokens.numpy().tobytes(), tokens, tokens, [[values]])
+    with into.place(rows) as place:
+        place.put(0, values)
+        place.fill(prompt, tokens.numpy().tobytes(), tokens, tokens)
     return values
 
 
 def test_the_files_are_what_safetensors_reads(tmp_path: Path) -> None:
     kinds = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int8, torch.bool)
     tensors = {f"t.{kind}": torch.rand(3, 5).mul(9).to(kind) for kind in kinds}
-    size = layout.write(str(tmp_path / "x"), tensors, {"format": "pt"})
+    pieces = {name: [tensor[:1], tensor[1:]] for name, tensor in tensors.items()}
+    size = layout.write(str(tmp_path / "x"), pieces, {"format": "pt"})
     assert size == (tmp_path / "x").stat().st_size
     found = load_file(tmp_path / "x")
     assert found.keys() == tensors.keys()
@@ -72,7 +76,7 @@ def test_a_slow_disk_makes_the_model_wait(tmp_path: Path, monkeypatch: pytest.Mo
     thread = threading.Thread(target=fill)
     thread.start()
     thread.join(0.5)
-    assert len(added) == 4, "two buffers of two prompts each, and no more"
+    assert len(added) == 6, "three buffers of two prompts each, and no more"
     go.set()
     thread.join(60)
     out.close()
@@ -116,11 +120,33 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rows_that_do_not_fit_are_not_stretched(tmp_path: Path) -> None:
     out = Writer(plan(tmp_path))
-    tokens = torch.arange(3, dtype=torch.int32)
-    for wrong in (torch.zeros(1, 2), torch.zeros(3, 1), torch.zeros(3, 2, 2)):
+    for wrong in (torch.zeros(3, 1), torch.zeros(3, 2, 2), torch.zeros(4, 2)):
         with pytest.raises(MisuseError, match="`a` gave"):
-            out.add(0, b"", tokens, tokens, [[wrong]])
+            with out.place(3) as place:
+                place.put(0, wrong)
+    add(out, 7, 2)
     out.close()
+    (table,) = tables(tmp_path)
+    assert (table.numbers, table.rows) == ([7], 2)
+
+
+def test_prompts_that_run_at_once(tmp_path: Path) -> None:
+    """Places of one engine step are filled when all are given; some are given up."""
+    out = Writer(plan(tmp_path, capacity=4))
+    places = {number: out.place(2) for number in range(4)}
+    for number, place in reversed(places.items()):
+        with suppress(ZeroDivisionError), place:
+            place.put(0, torch.full((2, 2), float(number)))
+            if number == 2:
+                raise ZeroDivisionError
+            place.fill(number, b"", torch.tensor([5, 6]), torch.tensor([0, 1]))
+    add(out, 4, 3)
+    out.close()
+    shards = {tuple(table.numbers): load_file(tmp_path / table.file) for table in tables(tmp_path)}
+    assert sorted(shards) == [(0, 1), (3,), (4,)]
+    assert shards[0, 1]["a"][:, 0].tolist() == [0, 0, 1, 1]
+    assert shards[3,]["a"][:, 0].tolist() == [3, 3]
+    assert shards[0, 1]["prompts.start"].tolist() == [0, 2]
 
 
 def test_a_shard_cut_short_is_named(tmp_path: Path) -> None:
