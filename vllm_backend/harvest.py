@@ -66,7 +66,7 @@ def harvest(
         positions: the tokens of a prompt that have rows: ``"all"``, ``"last"``, or a slice.
         generate: generate so many tokens after each prompt, and store their rows, too.
         truncate: cut prompts that are too long for the engine, or to this number of tokens; else they are refused.
-        shard_size: bytes of a file, more or less. Memory is bounded by three times as much.
+        shard_size: bytes of a file, more or less. The engine's process holds no more than three of them.
         progress: show a bar on stderr.
         sampling: arguments of the generation, as in `trace`.
 
