@@ -49,14 +49,17 @@ if TYPE_CHECKING:
         VersionError,
         WriteError,
     )
+    from .interleaver.harvest.dataset import Activations
     from .interleaver.local import Local
     from .tracer.saves import save
+    from .vllm_backend.harvest import harvest
     from .vllm_backend.model import VLLM
 
     __version__: str
 
 __all__ = [
     "VLLM",
+    "Activations",
     "BlockError",
     "CaptureError",
     "EngineClosedError",
@@ -88,12 +91,15 @@ __all__ = [
     "WriteError",
     "__version__",
     "errors",
+    "harvest",
     "save",
 ]
 
 _HOMES = {
+    "Activations": ".interleaver.harvest.dataset",
     "VLLM": ".vllm_backend.model",
     "Local": ".interleaver.local",
+    "harvest": ".vllm_backend.harvest",
     "save": ".tracer.saves",
 }
 """Where the public names live; the names of `errors` are not listed, for they are all in one module."""

@@ -8,6 +8,7 @@ from typing import Any
 from vllm import SamplingParams
 
 from bulk import bulk
+from harvesting import harvesting
 from invivo import VLLM
 from measure import Figure, alternate
 from smollm2 import smollm2_path
@@ -45,6 +46,7 @@ def engine(rounds: int) -> list[Figure]:
             Figure("meta tree / engine start", "x", fraction, 0.2, how),
             *_overhead(model, rounds),
             *bulk(model, 12),
+            *harvesting(model, 5),
         ]
 
 

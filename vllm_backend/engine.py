@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from vllm import LLM, RequestOutput, SamplingParams
 
@@ -17,6 +17,26 @@ from .watch import dies, watch
 
 Call: TypeAlias = "Callable[..., Any]"
 """Calls a method of the (one) worker: its name, then its arguments."""
+
+
+_AT_ONCE = 256
+"""Requests of `Engine.generate_each` that the engine has at once; those that it cannot run yet wait in it."""
+
+
+class Sent(NamedTuple):
+    """One of many requests.
+
+    Attributes:
+        name: what `ended` is told.
+        prompt: as vLLM takes it.
+        params: sampling parameters.
+        size: of it, in whatever unit.
+    """
+
+    name: str
+    prompt: Any
+    params: SamplingParams
+    size: int
 
 
 class Engine(Lifecycle[LLM]):
@@ -89,10 +109,47 @@ class Engine(Lifecycle[LLM]):
                     raise InternalError("the requests of a trace wait for each other.")
                 for output in llm.llm_engine.step():
                     if output.finished:
-                        at = next(
-                            at for at, key in enumerate(ids) if output.request_id in (key, key.rpartition("-")[0])
-                        )
+                        at = ids.index(_key(output.request_id, ids))
                         over.update(ended(sent[at], cast("RequestOutput", output), partial(_call, llm)))
+
+    def generate_each(
+        self, requests: Iterator[Sent], room: int, ended: Callable[[str, RequestOutput, Call], None]
+    ) -> None:
+        """Run any number of requests, of which the engine has some at a time; all are aborted if the wait is
+        interrupted.
+
+        Args:
+            requests: taken as there is room for them.
+            room: sizes that requests in the engine may have together; one alone may have more.
+            ended: called for each request when it has ended, as in `generate_all`.
+
+        Raises:
+            SamplingError: vLLM refuses the parameters.
+            EngineDiedError: the engine's process is gone.
+        """
+        with self._requests() as (llm, ids):
+            running: dict[str, Sent] = {}
+            following, used = next(requests, None), 0
+            while following is not None or running:
+                new: list[Sent] = []
+                while following is not None and len(running) + len(new) < _AT_ONCE:
+                    if used and used + following.size > room:
+                        break
+                    new.append(following)
+                    used += following.size
+                    following = next(requests, None)
+                if new:
+                    with refusals():
+                        keys = llm.enqueue([one.prompt for one in new], [one.params for one in new], use_tqdm=False)
+                    ids += keys
+                    running.update(zip(keys, new, strict=True))
+                for output in llm.llm_engine.step():
+                    if output.finished:
+                        key = _key(output.request_id, running)
+                        one = running.pop(key)
+                        ids.remove(key)
+                        used -= one.size
+                        ended(one.name, cast("RequestOutput", output), partial(_call, llm))
 
     @contextmanager
     def _requests(self) -> Iterator[tuple[LLM, list[str]]]:
@@ -139,6 +196,11 @@ class Engine(Lifecycle[LLM]):
                 yield
             finally:
                 self._in_use = False
+
+
+def _key(request_id: str, keys: Iterable[str]) -> str:
+    """The key that vLLM gave a request which now says its id, without the suffix of the key."""
+    return next(key for key in keys if request_id in (key, key.rpartition("-")[0]))
 
 
 def _call(llm: LLM, method: str, *args: object) -> Any:

@@ -67,6 +67,14 @@ def check_output(output: RequestOutput) -> None:
         )
 
 
+def reply_in(output: RequestOutput, trace: str, call: Call) -> Reply:
+    """The reply of the block whose request has ended with `output`: what came along, or else what is fetched now."""
+    parcel = unpacked(output).reply
+    if parcel is None:  # the block has yet to learn that its request has ended
+        parcel = call("invivo_collect", trace, encode_output(output))
+    return receive(parcel, trace, call)
+
+
 class SyncBackend:
     """Runs traces on an engine; see `tracer.backend.Backend`."""
 
@@ -100,10 +108,7 @@ class SyncBackend:
         try:
             outputs = self._engine.generate([prompt for prompt, _ in prepared], [params for _, params in prepared])
             for output in outputs:
-                parcel = unpacked(output).reply
-                if parcel is None:  # the block has yet to learn that its request has ended
-                    parcel = call("invivo_collect", left[0], encode_output(output))
-                done.append((receive(parcel, left[0], call), output))
+                done.append((reply_in(output, left[0], call), output))
                 del left[0]
         except EngineDiedError:
             raise

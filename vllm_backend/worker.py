@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..envoy.errors import UnsupportedError
+from ..interleaver.harvest import sink
 from .runner_v1 import AdapterV1, RunnerV1
 from .serving import Serving
 from .settings import asked_for, limits_of
@@ -39,4 +40,6 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     worker.invivo_drop = serving.outbox.drop
     worker.invivo_discard = serving.discard
     worker.invivo_discard_group = serving.discard_group
+    worker.invivo_harvest_begin = sink.begin
+    worker.invivo_harvest_end = sink.end
     worker.invivo_check_integrity = serving.check_integrity

@@ -54,10 +54,12 @@ PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.m
 def test_page(
     page: Path,
     smollm2: Any,
+    tmp_path: Path,
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     engines = {"sync": smollm2}
     if any('mode="async"' in block.code for block in blocks(page)):
         engines["async"] = request.getfixturevalue("async_smollm2")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import assert_type
 
 import invivo
-from invivo import VLLM, Local, PortError, UnknownNameError, errors, save
+from invivo import VLLM, Activations, Local, PortError, UnknownNameError, errors, harvest, save
 
 
 def names(number: int) -> None:
@@ -16,3 +16,8 @@ def names(number: int) -> None:
 
 def kinds(model: VLLM, local: Local, unknown: UnknownNameError) -> tuple[VLLM, Local, AttributeError]:
     return model, local, unknown
+
+
+def harvests(model: VLLM, local: Local) -> None:
+    assert_type(harvest(model, ["text", [1, 2]], [model.model.norm, "logits"], "folder"), Activations)
+    assert_type(harvest(local, [[1]], "model.norm", "folder", positions=slice(1, None)), Activations)

@@ -23,14 +23,14 @@ import invivo.envoy.errors as errors_module
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FOLDERS: dict[str, str] = SETTINGS["tool"]["setuptools"]["package-dir"]
-HEAVY = ("torch", "vllm", "transformers", "numpy", "cloudpickle", "msgspec", "rich", "greenlet", "asyncio")
+HEAVY = ("torch", "vllm", "transformers", "numpy", "cloudpickle", "msgspec", "rich", "greenlet", "asyncio", "typer")
 
 PUBLIC = """
-    BlockError CaptureError EngineClosedError EngineDiedError ForeignError InternalError InvivoError InvivoWarning
-    InvokeError LimitError Local MemoryLimitError MisuseError OutsideBlockError PortError PortNotReachedError
-    PortPassedError PreemptedError PromptError SamplingError SaveError SaveLimitError StepError TimeLimitError
-    TransferError UnknownNameError UnsupportedError VLLM VersionError WriteError
-    __version__ errors save
+    Activations BlockError CaptureError EngineClosedError EngineDiedError ForeignError InternalError InvivoError
+    InvivoWarning InvokeError LimitError Local MemoryLimitError MisuseError OutsideBlockError PortError
+    PortNotReachedError PortPassedError PreemptedError PromptError SamplingError SaveError SaveLimitError StepError
+    TimeLimitError TransferError UnknownNameError UnsupportedError VLLM VersionError WriteError __version__ errors
+    harvest save
 """.split()
 
 

@@ -1,0 +1,1 @@
+"""Harvests: activations of a whole data set, from the model's process straight to files."""
