@@ -1,11 +1,11 @@
-"""The asynchronous backend: the request starts where the `with` ends, and its outputs come as they are made."""
+"""The asynchronous backend: requests start where the `with` ends, and their outputs come as they are made."""
 
 from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, NoReturn, cast
 
 from msgspec import structs
 from vllm import RequestOutput, SamplingParams
@@ -13,28 +13,46 @@ from vllm import RequestOutput, SamplingParams
 from ..envoy.errors import MisuseError, SamplingError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
-from ..tracer.results import from_bytes
-from ..tracer.streaming import Deliver
+from ..tracer.results import from_bytes, unpack
+from ..tracer.streaming import Delivery
+from ..tracer.trace import raise_from_block
 from .async_engine import AsyncEngine
 from .compat import RequestOutputKind
-from .inbox import Inbox
+from .course import Course, Sending
 from .lifecycle import alive
 from .pickup import decoded, receive
-from .sync import Request, check_output, with_payload
+from .samples import joined, split, split_group
+from .sync import Request, checked, with_payload
 
 
 class AsyncBackend:
-    """Starts traces on an engine; see `tracer.streaming.StreamingBackend`."""
+    """Starts traces on an engine; see `tracer.streaming.StreamingBackend`. Starts the engine too, which takes time."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
-    def submit(self, payload: Payload, request: object, deliver: Deliver) -> Stream:
-        """See `StreamingBackend`; starts the engine if need be, which takes its time."""
+    def submit(self, payload: Payload, request: object, delivery: Delivery) -> Stream:
+        """See `StreamingBackend`; with ``n`` there is a request for each sample."""
         assert isinstance(request, Request), "VLLM.trace makes the request"
-        params = with_payload(request, structs.replace(payload, streams=True))
-        inbox = self._engine.begin(request.prompt, payload.trace, params)
-        return Stream(_Outputs(self._engine, inbox, payload.trace, deliver))
+        samples = split(payload, request)
+        return self._start(samples, [0] * len(samples), delivery)
+
+    def submit_group(self, payloads: Sequence[Payload], requests: Sequence[object], delivery: Delivery) -> Stream:
+        """See `StreamingBackend`."""
+        samples, invokes = split_group(payloads, cast("Sequence[Request]", requests))
+        return self._start(samples, invokes, delivery)
+
+    def _start(self, samples: Sequence[tuple[Payload, Request]], invokes: Sequence[int], delivery: Delivery) -> Stream:
+        sendings = [
+            Sending(
+                request.prompt,
+                with_payload(request, structs.replace(payload, streams=True)),
+                payload.trace,
+                payload.group,
+            )
+            for payload, request in samples
+        ]
+        return Stream(_Outputs(self._engine, self._engine.begin(sendings), invokes, delivery))
 
 
 def check_streams(params: SamplingParams) -> None:
@@ -56,53 +74,97 @@ def check_streams(params: SamplingParams) -> None:
 
 
 class _Outputs(AsyncIterator[RequestOutput]):
-    """The outputs of one request. It is aborted when this object goes before its end."""
+    """The outputs of the requests of one trace, which are aborted when this object goes before their end.
 
-    def __init__(self, engine: AsyncEngine, inbox: Inbox, trace: str, deliver: Deliver) -> None:
+    Args:
+        engine: it runs them.
+        course: how.
+        invokes: of each request, the number of its invoke; several are samples.
+        delivery: takes what comes home.
+
+    Attributes:
+        saves: all saves, when everything has come.
+    """
+
+    def __init__(self, engine: AsyncEngine, course: Course, invokes: Sequence[int], delivery: Delivery) -> None:
         self.saves: dict[str, Any] | None = None
         self._engine = engine
-        self._inbox = inbox
-        self._trace = trace
-        self._deliver = deliver
-        self._abandon = weakref.finalize(self, engine.abandon, inbox, trace)
+        self._course = course
+        self._invokes = invokes
+        self._delivery = delivery
+        self._done: dict[int, dict[int, tuple[Reply, RequestOutput]]] = {}
+        self._left = len(invokes)
+        self._error: BaseException | None = None
+        self._abandon = weakref.finalize(self, engine.abandon, course)
         self._abandon.atexit = False
         self._over = False
 
     async def __anext__(self) -> RequestOutput:
-        """The next output, with `saves`.
+        """The next output, with `saves`, and `invoke`, the number of its invoke.
 
         Raises:
             StopAsyncIteration: there was the last one.
             EngineDiedError: the engine's process is gone.
-            whatever the block raised, after the last output.
+            whatever a block raised: in place of the last output if there is one request. With several, that output may
+                be one of a block that has ended well, so the exception comes after it.
         """
+        if self._error is not None:
+            self._raise()
         if self._over:
             raise StopAsyncIteration
-        output: Any  # a RequestOutput, which has no `saves` of its own
         try:
             with alive():
-                output, streamed, reply = await self._inbox.take()
+                arrived = await self._course.inbox.take()
+            output: Any = arrived.output  # a RequestOutput, which has no `saves` and no `invoke` of its own
+            output.invoke = self._invokes[arrived.request]
+            output.outputs[0].index = self._invokes[: arrived.request].count(output.invoke)
+            output.saves = {name: value for data in arrived.streamed for name, value in from_bytes(data).items()}
+            if arrived.reply is not None:
+                await self._end(arrived.request, output, arrived.reply)
         except BaseException:
             self._over = True
             self._abandon()
             raise
-        output.saves = {name: value for data in streamed for name, value in from_bytes(data).items()}
-        if reply is not None:
+        return arrived.output
+
+    async def _end(self, request: int, output: Any, parcel: bytes) -> None:
+        """The last output of a request, with its reply: the saves go onto it, and home once all samples are there."""
+        reply = checked(await self._opened(parcel, self._course.traces[request]), output)
+        invoke, self._left = output.invoke, self._left - 1
+        samples = self._done.setdefault(invoke, {})
+        samples[request] = reply, output
+        several = self._invokes.count(invoke) > 1
+        saves = unpack(reply.saves) if several else {}
+        if len(samples) == self._invokes.count(invoke):
+            whole: Any
+            joint, whole = joined([samples[at] for at in sorted(self._done.pop(invoke))])
+            home = self._delivery.arrived(invoke, joint, whole)
+            if several:
+                whole.saves = home
+            else:
+                saves = home
+        output.saves.update(saves)
+        if self._left == 0:
             self._over = True
             self._abandon.detach()
-            self.saves = self._deliver(await self._opened(reply), output)
-            check_output(output)
-            output.saves.update(self.saves)
-        return output
+            self.saves, around, self._error = self._delivery.ended()
+            output.saves.update(around)
+            if self._error is not None and len(self._invokes) == 1:
+                self._raise()
 
-    async def _opened(self, parcel: bytes) -> Reply:
+    def _raise(self) -> NoReturn:
+        assert self._error is not None and self.saves is not None, "all has come"
+        error, self._error = self._error, None
+        raise_from_block(error, self.saves)
+
+    async def _opened(self, parcel: bytes, trace: str) -> Reply:
         """The reply in a parcel; waiting for large saves does not hold the caller's event loop up."""
         if decoded(parcel).ticket is None:
-            return receive(parcel, self._trace, self._engine.call)
-        return await asyncio.to_thread(receive, parcel, self._trace, self._engine.call)
+            return receive(parcel, trace, self._engine.call)
+        return await asyncio.to_thread(receive, parcel, trace, self._engine.call)
 
     async def aclose(self) -> None:
-        """Abort the request, if it has not ended, and wait until it is gone."""
+        """Abort the requests that have not ended, and wait until they are gone."""
         self._over = True
         gone = self._abandon()
         if gone is not None:
@@ -110,9 +172,9 @@ class _Outputs(AsyncIterator[RequestOutput]):
 
 
 class Stream:
-    """``tracer.backend`` of a trace whose request was started: its outputs, to be taken once.
+    """``tracer.backend`` of a trace whose requests were started: their outputs, to be taken once.
 
-    The request is aborted when nobody can take the outputs any more: the loop over them was left, or this object is
+    The requests are aborted when nobody can take the outputs any more: the loop over them was left, or this object is
     gone.
     """
 
@@ -122,7 +184,7 @@ class Stream:
         self._saves: dict[str, Any] | None = None
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """The outputs, each with ``.saves``: what was newly streamed, and in the last one all saves.
+        """The outputs, each with ``.saves``: what was newly streamed, and in the last one of a request all its saves.
 
         Raises:
             MisuseError: somebody takes, or took, them already.
@@ -130,7 +192,7 @@ class Stream:
         return self._take()
 
     async def collect(self) -> dict[str, Any]:
-        """Wait for the end of the request, and return all saves. Raises what the block raised."""
+        """Wait for the end of all requests, and return all saves. Raises what a block raised."""
         if self._saves is None:
             outputs = self._take()
             async for _ in outputs:
@@ -140,7 +202,7 @@ class Stream:
         return self._saves
 
     async def aclose(self) -> None:
-        """Abort the request, if it has not ended, and wait until everything of it is freed."""
+        """Abort the requests that have not ended, and wait until everything of them is freed."""
         outputs, self._outputs = self._taken(), None
         if outputs is not None:
             await outputs.aclose()

@@ -37,8 +37,18 @@ class Members:
         if group is not None:
             self._over.setdefault(group.trace, set()).add(group.index)
 
-    def remove(self, request: str) -> None:
-        """A request has left, in whatever way; with the last one of a trace, the trace is forgotten."""
+    def complete(self, request: str) -> bool:
+        """Whether all requests of its trace have come."""
+        group = self._groups.get(request)
+        return group is None or len(self._seen[group.trace]) == group.size
+
+    def remove(self, request: str, *, aborted: bool = False) -> None:
+        """A request has left, in whatever way; with the last one of a trace, the trace is forgotten.
+
+        Args:
+            request: the request.
+            aborted: its client has given up, and sends no more of the trace.
+        """
         group = self._groups.pop(request, None)
         if group is None:
             return
@@ -47,7 +57,8 @@ class Members:
         if not self._requests[place]:
             del self._requests[place]
             self._over.setdefault(group.trace, set()).add(group.index)
-        if len(self._seen[group.trace]) == group.size and not any(trace == group.trace for trace, _ in self._requests):
+        last = aborted or len(self._seen[group.trace]) == group.size
+        if last and not any(trace == group.trace for trace, _ in self._requests):
             del self._seen[group.trace]
             self._over.pop(group.trace, None)
 

@@ -132,22 +132,14 @@ class VLLM(RootEnvoy):
                 "`blocking=False`: this model runs one trace at a time and waits for it. Make it with "
                 '`VLLM(..., mode="async")`; no trace blocks then, and `await tracer` waits.'
             )
+        backend = AsyncBackend(engine) if isinstance(engine, AsyncEngine) else SyncBackend(engine)
         given = {**sampling, "reuse_prefix": reuse_prefix}
         if prompt is _NONE:
-            if isinstance(engine, AsyncEngine):
-                raise UnsupportedError(
-                    '`model.trace()` without a prompt waits, and this model was made with `mode="async"`, where '
-                    "nothing does. Start a trace for each prompt, or leave `mode` out."
-                )
             sampling_params(dict(sampling))
-            return OuterTrace(self, SyncBackend(engine), self._request, given)
-        backend = AsyncBackend(engine) if isinstance(engine, AsyncEngine) else SyncBackend(engine)
-        samples = not isinstance(engine, AsyncEngine)
-        return Trace(self, backend, *self._request((prompt,), given, samples=samples))
+            return OuterTrace(self, backend, self._request, given)
+        return Trace(self, backend, *self._request((prompt,), given))
 
-    def _request(
-        self, prompt: tuple[object, ...], given: dict[str, Any], *, samples: bool = False
-    ) -> tuple[object, int]:
+    def _request(self, prompt: tuple[object, ...], given: dict[str, Any]) -> tuple[object, int]:
         """What the backend runs for a prompt, and the seed of its block."""
         from .async_engine import AsyncEngine
         from .asynchronous import check_streams
@@ -157,7 +149,7 @@ class VLLM(RootEnvoy):
         if len(prompt) != 1:
             raise PromptError(f"a request has one prompt, and this got {len(prompt)}: make an invoke of each.")
         reuse_prefix = bool(given.pop("reuse_prefix"))
-        params = sampling_params(given, samples=samples)
+        params = sampling_params(given)
         if isinstance(self._engine, AsyncEngine):
             check_streams(params)
         tokens = tokenize(prompt[0], self._tokenizer_for(prompt[0]), self._model_config.get_vocab_size())

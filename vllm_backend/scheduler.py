@@ -163,7 +163,7 @@ class _TraceRules(_Scheduler):
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._traced.discard(request.request_id)
-        self._members.remove(request.request_id)
+        self._members.remove(request.request_id, aborted=request.status == RequestStatus.FINISHED_ABORTED)
         return super()._free_request(request, delay_free_blocks=delay_free_blocks)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -209,7 +209,8 @@ class _TraceRules(_Scheduler):
 
     def _break_deadlock(self, output: SchedulerOutput) -> None:
         """End requests that wait at a barrier for others that can never be scheduled beside them."""
-        stuck = self._held & self._traced if not output.num_scheduled_tokens else frozenset()
+        idle = not output.num_scheduled_tokens
+        stuck = {request for request in self._held & self._traced if idle and self._members.complete(request)}
         self._idle = self._idle + 1 if stuck else 0
         if self._idle > _PATIENCE:
             self.grammar_compile_error_reqs.update(stuck)  # vLLM ends these with an error

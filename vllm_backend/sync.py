@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from uuid import uuid4
 
 import msgspec
@@ -20,7 +20,7 @@ from .engine import Call, Engine
 from .in_band import unpacked
 from .pickup import receive
 from .request_output import encode_output
-from .samples import joined, split
+from .samples import joined, rejoined, split, split_group
 from .settings import KEY
 
 _ATTEMPTS = 3
@@ -112,12 +112,19 @@ class SyncBackend:
         """Run the invokes of a trace together; see `tracer.backend.Backend`.
 
         One that takes values from others is sent when their blocks have ended. A block is collected, which ends it, as
-        soon as its request has ended, and with it those of the blocks that it may still meet at a barrier.
+        soon as its request has ended, and with it those of the blocks that it may still meet at a barrier. One with
+        ``n`` is as many requests.
         """
+        samples, invokes = split_group(payloads, cast("Sequence[Request]", requests))
+        return rejoined(self._run_together([payload for payload, _ in samples], [one for _, one in samples]), invokes)
+
+    def _run_together(
+        self, payloads: Sequence[Payload], requests: Sequence[Request]
+    ) -> list[tuple[Reply, RequestOutput]]:
         groups = [payload.group for payload in payloads if payload.group is not None]
         company = meets(groups)
         outputs: dict[int, RequestOutput] = {}
-        outcomes: dict[int, tuple[Reply, object]] = {}
+        outcomes: dict[int, tuple[Reply, RequestOutput]] = {}
 
         def ended(index: int, output: RequestOutput, call: Call) -> Collection[int]:
             outputs[index] = output
@@ -125,7 +132,7 @@ class SyncBackend:
                 if outputs.keys() >= company[at]:
                     trace = payloads[at].trace
                     reply = receive(call("invivo_collect", trace, encode_output(outputs[at])), trace, call)
-                    outcomes[at] = _checked(reply, outputs[at]), outputs[at]
+                    outcomes[at] = checked(reply, outputs[at]), outputs[at]
             return outcomes
 
         prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
@@ -154,7 +161,7 @@ def _prepared(payload: Payload, request: object) -> tuple[dict[str, object], Sam
     return prompt, with_payload(request, payload)
 
 
-def _checked(reply: Reply, output: RequestOutput) -> Reply:
+def checked(reply: Reply, output: RequestOutput) -> Reply:
     """The reply of an invoke, with what vLLM made of its request."""
     try:
         check_output(output)

@@ -54,3 +54,15 @@ def test_traces_and_single_requests_do_not_see_each_other() -> None:
     members.add("a", Group("one", 0, 1, (), (), (("meet", 2),)))
     members.add("b", Group("two", 1, 2, (), (), (("meet", 2),)))
     assert not members.waits("b", set()) and not members.waits("unknown", set())
+
+
+def test_a_trace_of_which_no_more_comes_is_forgotten() -> None:
+    members = Members()
+    members.add("a", group(0, size=3))
+    members.add("b", group(1, size=3))
+    assert not members.complete("a")
+    members.remove("a", aborted=True)
+    members.remove("b", aborted=True)
+    assert len(members) == 0 and not members._seen
+    members.add("a", group(0, size=1))
+    assert members.complete("a")
