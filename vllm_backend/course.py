@@ -82,8 +82,7 @@ class Course:
                         return
                     await self._send(index, self._waiting.pop(index))
         except Exception as error:
-            self.inbox.end(error)
-            await self.leave()
+            await self._fail(error)
 
     async def leave(self) -> None:
         """Abort all requests, and free what the worker holds of them."""
@@ -135,5 +134,10 @@ class Course:
                 self._over.add(index)
                 self.inbox.put(arrived._replace(reply=reply))
         except Exception as error:
-            self.inbox.end(error)
-        await self.send()
+            await self._fail(error)
+        else:
+            await self.send()
+
+    async def _fail(self, error: Exception) -> None:
+        self.inbox.end(error)
+        await self.leave()

@@ -12,7 +12,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm import RequestOutput
 
@@ -47,7 +47,7 @@ class Collector(RequestOutputCollector):
         super().__init__(RequestOutputKind.CUMULATIVE, request_id)
         self._take = take
 
-    def put(self, output: RequestOutput | Exception) -> None:
+    def put(self, output: Any) -> None:
         self._take(output)
 
 

@@ -34,8 +34,8 @@ class VLLM(RootEnvoy):
         memory_limit: what a block may add to the memory of the engine's process between two ports: bytes, or below 1 a
             share of what is available; None for no limit.
         save_limit: bytes that one trace may save; None for no limit.
-        mode: with ``"sync"`` the end of a `with` waits for the request. With ``"async"`` it only starts the request,
-            and ``async for output in tracer.backend`` takes the outputs as they come; many requests run at once.
+        mode: with ``"sync"`` the end of a `with` waits for its requests. With ``"async"`` it only starts them, and
+            ``async for output in tracer.backend`` takes the outputs as they come; many traces run at once.
         arguments: engine arguments of vLLM (``dtype``, ``max_model_len``, ``kv_cache_memory_bytes``, ...). vLLM's
             defaults stay; where a block waits for a module of a compiled model, that engine step alone runs eagerly.
             ``enforce_eager=True`` starts in seconds, and is good for small experiments.
