@@ -105,8 +105,8 @@ class _Outputs(AsyncIterator[RequestOutput]):
         Raises:
             StopAsyncIteration: there was the last one.
             EngineDiedError: the engine's process is gone.
-            whatever a block raised: in place of the last output if there is one request. With several, that output may
-                be one of a block that has ended well, so the exception comes after it.
+            whatever a block raised: in place of the last output of a single request. With invokes or samples, that
+                output may be one of a block that has ended well, so the exception comes after it.
         """
         if self._error is not None:
             self._raise()
@@ -149,7 +149,7 @@ class _Outputs(AsyncIterator[RequestOutput]):
             self._abandon.detach()
             self.saves, around, self._error = self._delivery.ended()
             output.saves.update(around)
-            if self._error is not None and len(self._invokes) == 1:
+            if self._error is not None and self._course.single:
                 self._raise()
 
     def _raise(self) -> NoReturn:

@@ -55,12 +55,14 @@ class Course:
     Attributes:
         inbox: where their outputs arrive.
         traces: the ids of their payloads.
+        single: there is one request, and it is no invoke.
     """
 
     def __init__(self, llm: TracingLLM, requests: Sequence[Sending]) -> None:
         groups = [request.group for request in requests if request.group is not None]
         self.inbox = Inbox(len(requests))
         self.traces = [request.trace for request in requests]
+        self.single = len(requests) == 1 and not groups
         self._llm = llm
         self._group = groups[0].trace if groups else None
         self._after = ends_before(groups) if groups else [set[int]() for _ in requests]
