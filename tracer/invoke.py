@@ -6,8 +6,9 @@ import ast
 import sys
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
+from ..envoy.errors import MisuseError, OutsideBlockError
 from .block import Payload
 from .capture import Captured, Site, locate, read
 from .frames import Skipper, bind, release
@@ -52,7 +53,7 @@ class Invoke(Tracer):
         self.trace = ""
         self.index = -1
         self.local = False
-        self._captured = captured
+        self._captured: Callable[[Invoke], None] | None = captured
         self._skipper: Skipper | None = None
         self._left = False
 
@@ -66,7 +67,12 @@ class Invoke(Tracer):
 
         Raises:
             CaptureError, UnknownNameError, TransferError: as in a trace of one prompt.
+            MisuseError: the body of the trace has ended, or this is not the first `with` of the invoke.
         """
+        if self._captured is None:
+            raise MisuseError(
+                "an invoke was entered when the body of its trace had ended. Enter it inside of the `with`."
+            )
         self.frame = sys._getframe(1)
         self.site = locate(self.frame, "invoke")
         self.values = read(self.site, self.frame)
@@ -89,10 +95,26 @@ class Invoke(Tracer):
         bind(frame, {name: HandedOn(self.trace, self.index, name) for name in _assigned(self.site, frame)}, ())
         return True
 
-    def finish(self, saves: dict[str, object], result: object) -> None:
-        """Take in what came home, and let go of what was sent."""
-        super().finish(saves, result)
-        self.request = self.payload = None
+    def close(self) -> None:
+        """The body of the trace has ended. Whoever holds the invoke does not keep the tracer from now on."""
+        self._captured = None
+
+    def sent(self) -> object:
+        """Take out the request, and let go of the payload: both are sent."""
+        request, self.request, self.payload = self.request, None, None
+        return request
+
+    @property
+    def backend(self) -> NoReturn:
+        """Raises `OutsideBlockError`: the outputs of all invokes come together."""
+        raise OutsideBlockError(
+            'the outputs of all invokes come together, in models with `mode="async"`: `async for output in '
+            "tracer.backend` with the tracer of the trace, where `output.invoke` is the number of the invoke."
+        )
+
+    @property
+    def _end(self) -> str:
+        return 'the outer `with` has ended, or with `mode="async"` once the last output of the invoke has been taken'
 
     def taken_from(self, other: Invoke) -> list[str]:
         """Names whose values it takes from another one."""

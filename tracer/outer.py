@@ -2,14 +2,14 @@
 
 Entering captures the body and skips it like any other. Leaving runs it, rewritten as a block is (`program`), in the
 caller's process: `tracer.invoke` captures, `x.save()` remembers. Then all invokes are sent, and what comes home is
-bound.
+bound (`homecoming`). A backend that streams is not waited for: what its invokes save comes when the caller takes their
+outputs, and no names are bound but those of the invokes.
 """
 
 from __future__ import annotations
 
 import sys
 import uuid
-import warnings
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,26 +17,26 @@ from msgspec import structs
 
 from ..envoy.active import around_invokes
 from ..envoy.envoy import RootEnvoy
-from ..envoy.errors import InvivoWarning, MisuseError
+from ..envoy.errors import MisuseError
 from .block import Group, Payload
 from .capture import Captured, Site, locate, read
 from .check import check_names
 from .dependencies import check_barriers
-from .failure import rebuild
 from .frames import Skipper, bind, release
 from .handed import HandedOn
+from .homecoming import Homecoming
 from .invoke import Invoke
 from .naming import Saved, held, saved_by_name, unheld
 from .outer_tracer import MakeRequest, OuterTracer
 from .packing import encode_values, payload_of
 from .program import SAVE, Program, compile_block
-from .results import unpack
 from .saves import save_method
 from .sharing import Sharing
+from .streaming import StreamingBackend
 from .trace import leave_out, raise_from_block
 
 if TYPE_CHECKING:
-    from .backend import Backend, Reply
+    from .backend import Backend
 
 _MODULE = ("__name__", "__file__", "__package__", "__spec__", "__loader__")
 
@@ -46,13 +46,19 @@ class OuterTrace:
 
     Args:
         model: the model whose Envoys the blocks may use.
-        backend: what runs them.
+        backend: what runs them, and waits for them or not.
         make_request: makes the backend's request, and the block's seed, of the prompt and sampling arguments of an
             invoke.
         sampling: sampling arguments of all invokes; those of an invoke go first.
     """
 
-    def __init__(self, model: RootEnvoy, backend: Backend, make_request: MakeRequest, sampling: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: RootEnvoy,
+        backend: Backend | StreamingBackend,
+        make_request: MakeRequest,
+        sampling: dict[str, Any],
+    ) -> None:
         self._model = model
         self._backend = backend
         self._tracer = OuterTracer(uuid.uuid4().hex, make_request, sampling, self._take_in)
@@ -84,7 +90,7 @@ class OuterTrace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        """Run the body, then all invokes, and bind what was saved.
+        """Run the body, then all invokes, and bind what was saved; or only start them, as the backend does.
 
         Raises:
             whatever the body raised, or else the first invoke that raised, and the errors of the backend.
@@ -103,11 +109,21 @@ class OuterTrace:
                 {name: value for name, value in scope.items() if isinstance(value, Invoke) and value in invokes},
                 self._site.global_names,
             )
-            outcomes = self._backend.run_group(payloads, [invoke.request for invoke in invokes])
+            requests = [invoke.sent() for invoke in invokes]
+            home = self._homecoming(named)
+            if isinstance(self._backend, StreamingBackend):
+                self._tracer.follow(self._backend.submit_group(payloads, requests, home))
+                return True
+            outcomes = self._backend.run_group(payloads, requests)
         except BaseException as raised:
             leave_out(error, raised)
             raise
-        self._come_home(outcomes, named, frame, self._site)
+        for index, (reply, result) in enumerate(outcomes):
+            home.arrived(index, reply, result)
+        global_names = self._site.global_names
+        end = home.ended(lambda saves: bind(frame, saves, global_names))
+        if end.error is not None:
+            raise_from_block(end.error, end.saves)
         return True
 
     def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
@@ -189,73 +205,13 @@ class OuterTrace:
             structs.replace(payload, group=group, uses=uses) for payload, group in zip(payloads, groups, strict=True)
         ]
 
-    # --- the end
-
-    def _come_home(
-        self, outcomes: list[tuple[Reply, object]], named: dict[str, object], frame: FrameType, site: Site
-    ) -> None:
-        saves: dict[str, object] = {}
-        home = {name: value for name, value in named.items() if not self._sharing.shares(value)}
-        failed: list[int] = []
-        bound: dict[str, object] = {}
-        for invoke, (reply, result) in zip(self._tracer.invokes, outcomes, strict=True):
-            if reply.printed:
-                sys.stdout.write(reply.printed)
-            if reply.learned is not None:
-                self._model.learn(reply.learned)
-            own = unpack(reply.saves)
-            invoke.finish(own, result)
-            saves.update(own)
-            bound.update(own if invoke.local else {})
-            if reply.shared is not None:
-                home.update(unpack(reply.shared))
-            if reply.failure is not None:
-                failed.append(invoke.index)
-        saves.update(home)
-        self._tracer.finish(saves, [result for _, result in outcomes])
-        if not failed:
-            bind(frame, {**bound, **home}, site.global_names)
-        self._warn(outcomes, site, failed, named, home)
-        if failed:
-            failure = outcomes[failed[0]][0].failure
-            assert failure is not None
-            error = rebuild(failure)
-            error.add_note(_where(failed, len(outcomes)))
-            raise_from_block(error, saves)
-
-    def _warn(
-        self,
-        outcomes: list[tuple[Reply, object]],
-        site: Site,
-        failed: list[int],
-        named: dict[str, object],
-        home: dict[str, object],
-    ) -> None:
-        for invoke, (reply, _) in zip(self._tracer.invokes, outcomes, strict=True):
-            assert invoke.site is not None
-            block = invoke.site.block
-            for message, line in reply.warnings:
-                warnings.warn_explicit(message, InvivoWarning, block.filename, line or block.lineno)
-        if failed:
-            return
+    def _homecoming(self, named: dict[str, object]) -> Homecoming:
+        assert self._site is not None
+        here = {name: value for name, value in named.items() if not self._sharing.shares(value)}
         kept = held(named.values())
-        for entry in self._saved:
-            if id(entry.value) not in kept:
-                warnings.warn_explicit(
-                    unheld(entry), InvivoWarning, site.block.filename, entry.line or site.block.lineno
-                )
-        for name, indices in self._tracer.collisions(home).items():
-            shown = ", ".join(map(str, indices[:-1]))
-            warnings.warn_explicit(
-                f"`{name}` was saved by invokes {shown} and {indices[-1]}: the name holds what the last one saved. "
-                "Make a list in front of the invokes (`values = list().save()`) and append to it in each, or name them "
-                "(`with tracer.invoke(...) as first:`) and read `first.saves`.",
-                InvivoWarning,
-                site.block.filename,
-                site.block.lineno,
-            )
-
-
-def _where(failed: list[int], count: int) -> str:
-    others = ", ".join(map(str, failed[1:]))
-    return f"in invoke {failed[0]} of 0 to {count - 1}" + (f"; invokes {others} failed too" if others else "")
+        lost = [
+            (unheld(entry), entry.line or self._site.block.lineno)
+            for entry in self._saved
+            if id(entry.value) not in kept
+        ]
+        return Homecoming(self._tracer, self._model, self._site.block, here, lost)

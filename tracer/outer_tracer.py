@@ -96,29 +96,13 @@ class OuterTracer(Tracer):
         finally:
             self._open = False
             made, self._made, self._take_in = self._made, [], None
+            for invoke in made:
+                invoke.close()
         if any(invoke.site is None for invoke in made):
             raise MisuseError(
                 "`tracer.invoke(...)` was called without a `with`, so there is no body and nothing is sent for it. "
                 "Write `with tracer.invoke(prompt):`; its body may be `pass`."
             )
-
-    def collisions(self, home: dict[str, object]) -> dict[str, list[int]]:
-        """Names that several invokes saved by themselves, with the numbers of these.
-
-        Left out are names of functions that the body calls, names that the body saved as well, and values that one
-        invoke took from the other to go on with.
-        """
-        found: dict[str, list[int]] = {}
-        for invoke in self.invokes:
-            for name in invoke.saves:
-                if name in home or not invoke.local:
-                    continue
-                before = found.setdefault(name, [])
-                if before and invoke.takes.get(name) == before[-1]:
-                    before[-1] = invoke.index
-                else:
-                    before.append(invoke.index)
-        return {name: indices for name, indices in found.items() if len(indices) > 1}
 
     def _captured(self, invoke: Invoke) -> None:
         self._check("`tracer.invoke`")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,15 +17,15 @@ from ..envoy.envoy import RootEnvoy
 from ..envoy.errors import InvivoWarning
 from .block import Block, Payload
 from .capture import Site, locate, read
-from .failure import rebuild
+from .failure import Failure, rebuild
 from .frames import Skipper, bind
 from .packing import make_payload
 from .results import unpack
-from .streaming import StreamingBackend
+from .streaming import Ended, StreamingBackend
 from .tracer import Tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from .backend import Backend, Reply
 
@@ -79,7 +78,7 @@ class Trace:
         frame = self._skipper.skipped(error)
         if frame is None:
             return False
-        site, home = self._site, partial(_come_home, weakref.ref(self._tracer), self._model, self._site.block)
+        site, home = self._site, _Homecoming(self._tracer, self._model, self._site.block)
         try:
             if isinstance(self._backend, StreamingBackend):
                 self._tracer.follow(self._backend.submit(self._payload, self._request, home))
@@ -88,37 +87,55 @@ class Trace:
         except BaseException as raised:
             leave_out(error, raised)
             raise
-        home(reply, result, lambda saves: bind(frame, saves, site.global_names))
+        home.arrived(0, reply, result)
+        end = home.ended(lambda saves: bind(frame, saves, site.global_names))
+        if end.error is not None:
+            raise_from_block(end.error, end.saves)
         return True
 
 
-def _come_home(
-    tracer: weakref.ref[Tracer],
-    model: RootEnvoy,
-    block: Block,
-    reply: Reply,
-    result: object,
-    name: Callable[[dict[str, object]], None] = lambda saves: None,
-) -> dict[str, object]:
-    """Show and keep what a block sends home, `name` the saves, and return them, or raise the block's exception.
+class _Homecoming:
+    """What is done with what a block sends home; see `streaming.Delivery`.
 
     The tracer is known weakly: whatever waits for the outputs of its request must not keep it.
     """
+
+    def __init__(self, tracer: Tracer, model: RootEnvoy, block: Block) -> None:
+        self._tracer = weakref.ref(tracer)
+        self._model = model
+        self._block = block
+        self._saves: dict[str, object] = {}
+        self._failure: Failure | None = None
+        self._warnings: tuple[tuple[str, int], ...] = ()
+
+    def arrived(self, invoke: int, reply: Reply, result: object) -> dict[str, object]:
+        take_in(self._model, reply)
+        self._saves, self._failure, self._warnings = unpack(reply.saves), reply.failure, reply.warnings
+        tracer = self._tracer()
+        if tracer is not None:
+            tracer.finish(self._saves, result)
+        return self._saves
+
+    def ended(self, name: Callable[[dict[str, object]], None] = lambda saves: None) -> Ended:
+        """As in `Delivery`; `name` is given the saves of a block that has ended well."""
+        if self._failure is None:
+            name(self._saves)
+        warn_of(self._warnings, self._block)
+        return Ended(self._saves, {}, rebuild(self._failure) if self._failure is not None else None)
+
+
+def take_in(model: RootEnvoy, reply: Reply) -> None:
+    """Show what a block has printed, and learn what the model was seen to do."""
     if reply.printed:
         sys.stdout.write(reply.printed)
     if reply.learned is not None:
         model.learn(reply.learned)
-    saves = unpack(reply.saves)
-    known = tracer()
-    if known is not None:
-        known.finish(saves, result)
-    if reply.failure is None:
-        name(saves)
-    for message, line in reply.warnings:
+
+
+def warn_of(messages: Iterable[tuple[str, int]], block: Block) -> None:
+    """Show the warnings of a block, each a message and a line (0: none)."""
+    for message, line in messages:
         warnings.warn_explicit(message, InvivoWarning, block.filename, line or block.lineno)
-    if reply.failure is not None:
-        raise_from_block(rebuild(reply.failure), saves)
-    return saves
 
 
 def leave_out(skip: BaseException | None, raised: BaseException) -> None:

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
-from vllm import RequestOutput, SamplingParams
+from vllm import SamplingParams
 from vllm.inputs import tokens_input
 
 from ..tracer.prompt import Prompt
 from .compat import AsyncEngineArgs, AsyncLLM, EngineDeadError
-from .inbox import Inbox
+from .course import Course, Sending
+from .inbox import Collector, Inbox
 from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive
 from .loop_thread import LoopThread
-from .request_output import encode_output
-from .sampling import refusals
 from .watch import dies, watch
 
 
 class TracingLLM(AsyncLLM):
-    """An `AsyncLLM` that puts the outputs of a request into a given inbox."""
+    """An `AsyncLLM` that puts the outputs of a request into a given collector."""
 
-    async def begin(self, inbox: Inbox, prompt: Prompt, params: SamplingParams) -> None:
+    async def begin(self, collector: Collector, prompt: Prompt, params: SamplingParams) -> None:
         """Start a request.
 
         Raises:
@@ -35,12 +32,12 @@ class TracingLLM(AsyncLLM):
         """
         tasks = await self.get_supported_tasks()
         tokens = tokens_input(prompt.token_ids, prompt=prompt.text)
-        request = self.input_processor.process_inputs(inbox.request_id, tokens, params, supported_tasks=tasks)
-        request.external_req_id = inbox.request_id
+        request = self.input_processor.process_inputs(collector.request_id, tokens, params, supported_tasks=tasks)
+        request.external_req_id = collector.request_id
         self._run_output_handler()
         if self.errored:
             raise EngineDeadError
-        await self._add_request(request, prompt.text, None, 0, inbox)
+        await self._add_request(request, prompt.text, None, 0, collector)
 
     async def collective_rpc(
         self,
@@ -99,8 +96,8 @@ class AsyncEngine(Lifecycle[TracingLLM]):
         llm.shutdown(timeout=SHUTDOWN_SECONDS)
         self._thread.stop()
 
-    def begin(self, prompt: Prompt, trace: str, params: SamplingParams) -> Inbox:
-        """Start a request without waiting, and give where its outputs arrive.
+    def begin(self, requests: Sequence[Sending]) -> Course:
+        """Start the requests of a trace without waiting.
 
         Raises:
             EngineClosedError: the engine was closed.
@@ -108,23 +105,23 @@ class AsyncEngine(Lifecycle[TracingLLM]):
         with self._lock:
             llm = self.start()
             assert self._thread is not None, "made with the engine"
-            inbox = Inbox(f"{trace}-{uuid.uuid4().hex[:8]}", _collector(llm, trace))
-            self._inboxes.add(inbox)
-            inbox.begun = self._thread.submit(_begin, llm, inbox, prompt, params)
-        return inbox
+            course = Course(llm, requests)
+            self._inboxes.add(course.inbox)
+            self._thread.submit(course.send)
+        return course
 
-    def abandon(self, inbox: Inbox, trace: str) -> Future[None] | None:
-        """Abort a request whose caller has gone, and free what the worker holds of it; does not wait.
+    def abandon(self, course: Course) -> Future[None] | None:
+        """Abort the requests of a trace whose caller has gone, and free what the worker holds of it; does not wait.
 
         Returns:
             When it is done; None if there is nothing to do, since the engine is not there any more.
         """
-        inbox.end()
-        llm, thread = self._llm, self._thread
-        if llm is None or thread is None:
+        course.inbox.end()
+        thread = self._thread
+        if self._llm is None or thread is None:
             return None
         try:
-            return thread.submit(_abandon, llm, inbox, trace)
+            return thread.submit(course.leave)
         except RuntimeError:
             return None  # closed in the meantime
 
@@ -134,29 +131,3 @@ class AsyncEngine(Lifecycle[TracingLLM]):
             llm = self.start()
             assert self._thread is not None, "made with the engine"
             return self._thread.submit(llm.collective_rpc, method, None, args).result()[0]
-
-
-def _collector(llm: TracingLLM, trace: str) -> Callable[[RequestOutput], Awaitable[bytes]]:
-    async def collect(output: RequestOutput) -> bytes:
-        reply: bytes = (await llm.collective_rpc("invivo_collect", None, (trace, encode_output(output))))[0]
-        return reply
-
-    return collect
-
-
-async def _begin(llm: TracingLLM, inbox: Inbox, prompt: Prompt, params: SamplingParams) -> None:
-    if inbox.over:
-        return
-    try:
-        with refusals():
-            await llm.begin(inbox, prompt, params)
-    except Exception as error:
-        inbox.end(error)
-
-
-async def _abandon(llm: TracingLLM, inbox: Inbox, trace: str) -> None:
-    if inbox.begun is not None:
-        await asyncio.wrap_future(inbox.begun)
-    with suppress(EngineDeadError):  # which has freed everything
-        await llm.abort(inbox.request_id, internal=True)
-        await llm.collective_rpc("invivo_discard", None, (trace,))

@@ -35,8 +35,8 @@ class VLLM(RootEnvoy):
             share of what is available; None for no limit.
         save_limit: bytes that a block may save, of a trace of several each one, without what the body around them saves
             and what they add to its objects; None for no limit.
-        mode: with ``"sync"`` the end of a `with` waits for the request. With ``"async"`` it only starts the request,
-            and ``async for output in tracer.backend`` takes the outputs as they come; many requests run at once.
+        mode: with ``"sync"`` the end of a `with` waits for its requests. With ``"async"`` it only starts them, and
+            ``async for output in tracer.backend`` takes the outputs as they come; many traces run at once.
         arguments: engine arguments of vLLM (``dtype``, ``max_model_len``, ``kv_cache_memory_bytes``, ...). vLLM's
             defaults stay; where a block waits for a module of a compiled model, that engine step alone runs eagerly.
             ``enforce_eager=True`` starts in seconds, and is good for small experiments.
@@ -133,22 +133,14 @@ class VLLM(RootEnvoy):
                 "`blocking=False`: this model runs one trace at a time and waits for it. Make it with "
                 '`VLLM(..., mode="async")`; no trace blocks then, and `await tracer` waits.'
             )
+        backend = AsyncBackend(engine) if isinstance(engine, AsyncEngine) else SyncBackend(engine)
         given = {**sampling, "reuse_prefix": reuse_prefix}
         if prompt is _NONE:
-            if isinstance(engine, AsyncEngine):
-                raise UnsupportedError(
-                    '`model.trace()` without a prompt waits, and this model was made with `mode="async"`, where '
-                    "nothing does. Start a trace for each prompt, or leave `mode` out."
-                )
             sampling_params(dict(sampling))
-            return OuterTrace(self, SyncBackend(engine), self._request, given)
-        backend = AsyncBackend(engine) if isinstance(engine, AsyncEngine) else SyncBackend(engine)
-        samples = not isinstance(engine, AsyncEngine)
-        return Trace(self, backend, *self._request((prompt,), given, samples=samples))
+            return OuterTrace(self, backend, self._request, given)
+        return Trace(self, backend, *self._request((prompt,), given))
 
-    def _request(
-        self, prompt: tuple[object, ...], given: dict[str, Any], *, samples: bool = False
-    ) -> tuple[object, int]:
+    def _request(self, prompt: tuple[object, ...], given: dict[str, Any]) -> tuple[object, int]:
         """What the backend runs for a prompt, and the seed of its block."""
         from .async_engine import AsyncEngine
         from .asynchronous import check_streams
@@ -158,7 +150,7 @@ class VLLM(RootEnvoy):
         if len(prompt) != 1:
             raise PromptError(f"a request has one prompt, and this got {len(prompt)}: make an invoke of each.")
         reuse_prefix = bool(given.pop("reuse_prefix"))
-        params = sampling_params(given, samples=samples)
+        params = sampling_params(given)
         if isinstance(self._engine, AsyncEngine):
             check_streams(params)
         tokens = tokenize(prompt[0], self._tokenizer_for(prompt[0]), self._model_config.get_vocab_size())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from msgspec import structs
 from vllm import RequestOutput
 
+from ..envoy.errors import MisuseError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
 from ..tracer.results import pack, unpack
@@ -35,6 +37,44 @@ def split(payload: Payload, request: Request) -> list[tuple[Payload, Request]]:
     return found
 
 
+def split_group(
+    payloads: Sequence[Payload], requests: Sequence[Request]
+) -> tuple[list[tuple[Payload, Request]], list[int]]:
+    """The same for the invokes of a trace.
+
+    The first samples of all invokes come first, so that they keep the numbers of these; the others come after them.
+
+    Returns:
+        Blocks and requests, and for each the number of the invoke that it is a sample of.
+
+    Raises:
+        MisuseError: it is not clear which sample others wait for.
+    """
+    samples = [split(payload, request) for payload, request in zip(payloads, requests, strict=True)]
+    invokes = [*range(len(samples)), *(invoke for invoke, own in enumerate(samples) for _ in own[1:])]
+    every = [own[0] for own in samples] + [one for own in samples for one in own[1:]]
+    found = []
+    for index, (payload, request) in enumerate(every):
+        group = payload.group
+        assert group is not None, "invokes have one"
+        if len(samples[invokes[index]]) > 1 and (group.gives or group.barriers):
+            why = f"hands `{group.gives[0]}` on to a later one" if group.gives else "has a barrier"
+            raise MisuseError(
+                f"invoke {group.index} has `n={len(samples[group.index])}` and {why}, and it is not clear which of its "
+                "samples is meant. Make an invoke for each sample, with a `seed` of its own."
+            )
+        found.append((structs.replace(payload, group=structs.replace(group, index=index, size=len(every))), request))
+    return found, invokes
+
+
+def rejoined(outcomes: Sequence[tuple[Reply, RequestOutput]], invokes: Sequence[int]) -> list[tuple[Reply, object]]:
+    """What came home of the samples, as one for each invoke (see `split_group`)."""
+    return [
+        joined([outcome for outcome, number in zip(outcomes, invokes, strict=True) if number == invoke])
+        for invoke in dict.fromkeys(invokes)
+    ]
+
+
 def joined(samples: Sequence[tuple[Reply, RequestOutput]]) -> tuple[Reply, RequestOutput]:
     """The samples as one: lists of saves, one output with a completion for each.
 
@@ -51,8 +91,9 @@ def joined(samples: Sequence[tuple[Reply, RequestOutput]]) -> tuple[Reply, Reque
         "".join(reply.printed for reply in replies),
         tuple(dict.fromkeys(warning for reply in replies for warning in reply.warnings)),
         next((reply.learned for reply in replies if reply.learned is not None), None),
+        next((reply.shared for reply in replies if reply.shared is not None), None),
     )
-    output = samples[0][1]
+    output = copy(samples[0][1])
     output.outputs = [completion for _, one in samples for completion in one.outputs]
     for index, completion in enumerate(output.outputs):
         completion.index = index

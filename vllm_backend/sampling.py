@@ -16,23 +16,17 @@ from .compat import VLLMValidationError
 from .settings import KEY
 
 
-def sampling_params(given: dict[str, Any], *, samples: bool = False) -> SamplingParams:
+def sampling_params(given: dict[str, Any]) -> SamplingParams:
     """Build the sampling parameters of a trace; the caller's own objects are never changed.
 
     Args:
         given: keywords of `SamplingParams`, or ``sampling_params`` with an object to start from.
-        samples: there may be several (``n``).
 
     Raises:
         SamplingError: an unknown argument, or a value that vLLM refuses.
         UnsupportedError: an argument that traces cannot go with.
     """
     params = plain_params(given)
-    if params.n != 1 and not samples:
-        raise UnsupportedError(
-            f"`n={params.n}`: invokes, and traces of an asynchronous engine, are one request each. Make one for each "
-            "sample, with a `seed` of its own."
-        )
     if params.stop:
         raise UnsupportedError(
             "`stop`: vLLM finds stop strings outside of the engine, when that has begun further steps; a block would "

@@ -192,7 +192,8 @@ class Serving:
         )
         launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
         launched.mediator.partial_prompt = new.reuses_prefix
-        self._traces.add(payload.trace, Known(new.request_id, launched, in_band=payload.group is None))
+        group = payload.group.trace if payload.group is not None else None
+        self._traces.add(payload.trace, Known(new.request_id, launched, group))
         hub.add(new.request_id, launched.mediator, self._vocabulary)
 
     def _guarded(self, action: Callable[[], object]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 from uuid import uuid4
 
 import msgspec
@@ -20,7 +20,7 @@ from .engine import Call, Engine
 from .in_band import unpacked
 from .pickup import receive
 from .request_output import encode_output
-from .samples import joined, split
+from .samples import joined, rejoined, split, split_group
 from .settings import KEY
 
 ATTEMPTS = 3
@@ -130,19 +130,26 @@ class SyncBackend:
         for _ in range(ATTEMPTS - 1):
             if not any(was_preempted(reply) for reply, _ in done):
                 break
-            done = self._attempt_group(_another_trace(payloads), requests)
+            done = self._attempt_group(another_trace(payloads), requests)
         return done
 
     def _attempt_group(self, payloads: Sequence[Payload], requests: Sequence[object]) -> list[tuple[Reply, object]]:
         """Run the invokes of a trace once.
 
         One that takes values from others is sent when their blocks have ended. A block is collected, which ends it, as
-        soon as its request has ended, and with it those of the blocks that it may still meet at a barrier.
+        soon as its request has ended, and with it those of the blocks that it may still meet at a barrier. One with
+        ``n`` is as many requests.
         """
+        samples, invokes = split_group(payloads, cast("Sequence[Request]", requests))
+        return rejoined(self._run_together([payload for payload, _ in samples], [one for _, one in samples]), invokes)
+
+    def _run_together(
+        self, payloads: Sequence[Payload], requests: Sequence[Request]
+    ) -> list[tuple[Reply, RequestOutput]]:
         groups = [payload.group for payload in payloads if payload.group is not None]
         company = meets(groups)
         outputs: dict[int, RequestOutput] = {}
-        outcomes: dict[int, tuple[Reply, object]] = {}
+        outcomes: dict[int, tuple[Reply, RequestOutput]] = {}
 
         def ended(index: int, output: RequestOutput, call: Call) -> Collection[int]:
             outputs[index] = output
@@ -150,7 +157,7 @@ class SyncBackend:
                 if outputs.keys() >= company[at]:
                     trace = payloads[at].trace
                     reply = receive(call("invivo_collect", trace, encode_output(outputs[at])), trace, call)
-                    outcomes[at] = _checked(reply, outputs[at], groups[at]), outputs[at]
+                    outcomes[at] = checked(reply, outputs[at], groups[at]), outputs[at]
             return outcomes
 
         prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
@@ -171,13 +178,16 @@ def was_preempted(reply: Reply) -> bool:
     return reply.failure is not None and reply.failure.qualname == PreemptedError.__qualname__
 
 
-def _another_trace(payloads: Sequence[Payload]) -> list[Payload]:
-    """The invokes of a trace, as those of another one."""
+def another_trace(payloads: Sequence[Payload]) -> list[Payload]:
+    """The blocks of a trace, as those of another one."""
     name = uuid4().hex
     return [
-        structs.replace(payload, trace=uuid4().hex, group=structs.replace(payload.group, trace=name))
+        structs.replace(
+            payload,
+            trace=uuid4().hex,
+            group=structs.replace(payload.group, trace=name) if payload.group is not None else None,
+        )
         for payload in payloads
-        if payload.group is not None
     ]
 
 
@@ -190,11 +200,12 @@ def _prepared(payload: Payload, request: object) -> tuple[dict[str, object], Sam
     return prompt, with_payload(request, payload)
 
 
-def _checked(reply: Reply, output: RequestOutput, group: Group) -> Reply:
+def checked(reply: Reply, output: RequestOutput, group: Group | None) -> Reply:
     """The reply of an invoke, with what vLLM made of its request."""
     try:
         check_output(output)
     except MisuseError as error:
-        problem = InvokeError(_NO_MEMORY.format(index=group.index)) if group.barriers else error
+        met = group if group is not None and group.barriers else None
+        problem = InvokeError(_NO_MEMORY.format(index=met.index)) if met is not None else error
         return structs.replace(reply, failure=reply.failure or describe(problem))
     return reply

@@ -28,15 +28,16 @@ class Known:
     Attributes:
         request_id: the engine's id of its request.
         launched: its block.
-        in_band: the reply goes home with the outputs, if the block ends before its request does.
+        group: the trace of several invokes that it belongs to. If there is none, the reply goes home with the outputs,
+            provided that the block ends before its request does.
         reply: the reply that went.
         left: when its request left the engine.
     """
 
-    def __init__(self, request_id: str, launched: Launched, in_band: bool) -> None:
+    def __init__(self, request_id: str, launched: Launched, group: str | None = None) -> None:
         self.request_id = request_id
         self.launched = launched
-        self.in_band = in_band
+        self.group = group
         self.reply: Reply | None = None
         self.left: float | None = None
 
@@ -76,7 +77,8 @@ class Traces:
         for trace, known in self._known.items():
             mediator = known.launched.mediator
             streamed = mediator.streamed.take() if mediator.streamed is not None else []
-            reply = self._reply(trace, known, hub) if mediator.done and known.in_band and known.left is None else None
+            ready = mediator.done and known.group is None and known.left is None
+            reply = self._reply(trace, known, hub) if ready else None
             if streamed or reply is not None:
                 cargo[known.request_id] = Cargo(streamed, reply)
         return cargo
@@ -89,7 +91,15 @@ class Traces:
                 known.left = now
                 if known.reply is not None:
                     self._forget(trace, hub)
-        waiting = [(known.left, trace) for trace, known in self._known.items() if known.left is not None]
+        running = {known.group for known in self._known.values() if known.left is None and known.group is not None}
+        waiting = []
+        for trace, known in self._known.items():
+            if known.left is None:
+                continue
+            if known.group in running:
+                known.left = now  # the caller may wait for those that they have met at a barrier
+            else:
+                waiting.append((known.left, trace))
         for at, (left, trace) in enumerate(sorted(waiting, reverse=True)):
             if at >= KEPT or now - left > KEPT_SECONDS:
                 self._forget(trace, hub)

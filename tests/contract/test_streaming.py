@@ -1,12 +1,8 @@
-"""Asynchronous engines: outputs as they come, what is streamed with them, many at once, and every way to leave."""
+"""Asynchronous engines: outputs as they come, what is streamed with them, and errors."""
 
 from __future__ import annotations
 
 import asyncio
-import gc
-import time
-from collections.abc import Coroutine
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -14,7 +10,6 @@ import torch
 
 import invivo
 from invivo import (
-    EngineClosedError,
     InvivoWarning,
     MisuseError,
     OutsideBlockError,
@@ -24,38 +19,9 @@ from invivo import (
     UnsupportedError,
 )
 from support.contract import OTHER, PROMPT, assert_raised_at, same, stream, tokens
+from support.streams import LONG, STEPS, outputs_of, run, streamed_trace
 
 pytestmark = pytest.mark.engine
-
-STEPS: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
-LONG: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
-
-
-def run(main: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(main, 120))
-
-
-async def outputs_of(tracer: Any) -> list[Any]:
-    return [output async for output in tracer.backend]
-
-
-def streamed_trace(model: Any, prompt: Any = PROMPT, **sampling: Any) -> Any:
-    with model.trace(prompt, **{**STEPS, **sampling}) as tracer:
-        states = list().save()
-        for step in tracer.iter[:]:
-            h = stream(model.model.layers[5]).save(stream=True)
-            states.append(h)
-            token = model.samples.item()
-            token.save(stream=True)
-    return tracer
-
-
-def endless(model: Any) -> Any:
-    with model.trace(PROMPT, **LONG) as tracer:
-        for step in tracer.iter[:]:
-            h = model.model.layers[5].mlp.output[-1].save(stream=True)
-    return tracer
-
 
 # --- values
 
@@ -180,74 +146,6 @@ def test_prompts_that_share_a_prefix_do_not_share_it_with_traces(async_smollm2: 
     run(main())
 
 
-# --- many
-
-
-def test_many_traces_on_one_loop_and_on_the_next(async_smollm2: Any) -> None:
-    model = async_smollm2
-
-    async def consume(number: int) -> tuple[list[Any], Any]:
-        tracer = streamed_trace(model, [17, 31, 5, 100 + number], max_tokens=2 + number % 4)
-        return await outputs_of(tracer), tracer
-
-    async def main() -> list[tuple[list[Any], Any]]:
-        return await asyncio.gather(*(consume(number) for number in range(64)))
-
-    runs = [run(main()) for _ in range(2)]
-    for number in range(64):
-        for outputs, tracer in (runs[0][number], runs[1][number]):
-            assert len(outputs) == 2 + number % 4
-            for output, state in zip(outputs, tracer.saves["states"], strict=True):
-                assert torch.equal(output.saves["h"], state)
-        one, two = (runs[at][number][1] for at in range(2))
-        assert tokens(one) == tokens(two)
-        assert same(one.saves["states"][0], two.saves["states"][0])
-    first = [runs[0][number][1].saves["states"][0] for number in range(64)]
-    assert not same(first[0][-1], first[1][-1])
-
-
-def test_all_records_of_32_requests_at_once_arrive(async_smollm2: Any) -> None:
-    """Field report F32: all layers of each, which comes to 960 records."""
-    model = async_smollm2
-
-    def start(number: int) -> Any:
-        with model.trace([17, 31, 5, 100 + number], max_tokens=2, temperature=0, ignore_eos=True) as tracer:
-            states = [layer.output[0] for layer in model.model.layers].save()
-        return tracer
-
-    async def main() -> list[dict[str, Any]]:
-        return await asyncio.gather(*(start(number).backend.collect() for number in range(32)))
-
-    saves = run(main())
-    assert [len(one["states"]) for one in saves] == [30] * 32
-    alone = run(start(7).backend.collect())
-    assert all(same(one, other) for one, other in zip(saves[7]["states"], alone["states"], strict=True))
-
-
-def test_a_trace_that_was_started_without_a_loop_and_taken_on_two(async_smollm2: Any) -> None:
-    tracer = streamed_trace(async_smollm2)
-    outputs = tracer.backend.__aiter__()
-    with pytest.raises(OutsideBlockError, match="once the last output has been taken"):
-        tracer.saves
-
-    async def take(count: int) -> list[Any]:
-        return [await anext(outputs) for _ in range(count)]
-
-    assert len(run(take(2)) + run(take(4))) == 6
-    assert len(tracer.saves["states"]) == 6
-
-
-def test_a_slow_reader_gets_every_output(async_smollm2: Any) -> None:
-    async def main() -> None:
-        tracer = streamed_trace(async_smollm2)
-        await asyncio.sleep(1)
-        outputs = await outputs_of(tracer)
-        assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 2, 3, 4, 5, 6]
-        assert all("h" in output.saves for output in outputs)
-
-    run(main())
-
-
 # --- errors
 
 
@@ -345,145 +243,3 @@ def test_vllms_own_refusals_reach_whoever_waits(async_smollm2: Any, smollm2: Any
     with pytest.raises(SamplingError, match="out-of-vocab"):
         with smollm2.trace(PROMPT, max_tokens=1, logit_bias={10**7: 1.0}):
             pass
-
-
-# --- leaving early; what is left in the engine is looked at after each test
-
-
-def test_leaving_the_loop(async_smollm2: Any) -> None:
-    async def main() -> None:
-        tracer = endless(async_smollm2)
-        async for output in tracer.backend:
-            if len(output.outputs[0].token_ids) == 3:
-                break
-        await asyncio.sleep(0)
-        async_smollm2.check_integrity()
-        with pytest.raises(MisuseError, match="were taken before"):
-            async for output in tracer.backend:
-                pass
-
-    run(main())
-
-
-def test_an_exception_in_the_loop(async_smollm2: Any) -> None:
-    async def main() -> None:
-        with pytest.raises(KeyError):
-            async for output in endless(async_smollm2).backend:
-                output.saves["no such name"]
-        async_smollm2.check_integrity()
-
-    run(main())
-
-
-def test_a_cancelled_task(async_smollm2: Any) -> None:
-    async def main() -> None:
-        tracers = [endless(async_smollm2) for _ in range(3)]
-        tasks = [asyncio.ensure_future(outputs_of(tracer)) for tracer in tracers]
-        await asyncio.sleep(0.3)
-        for task in tasks:
-            task.cancel()
-        assert all(
-            isinstance(done, asyncio.CancelledError) for done in await asyncio.gather(*tasks, return_exceptions=True)
-        )
-        async_smollm2.check_integrity()
-
-    run(main())
-
-
-def test_a_timeout(async_smollm2: Any) -> None:
-    async def main() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await endless(async_smollm2)
-        async_smollm2.check_integrity()
-
-    run(main())
-
-
-def test_closing(async_smollm2: Any) -> None:
-    async def main() -> None:
-        tracer = endless(async_smollm2)
-        async with aclosing(tracer.backend):
-            async for output in tracer.backend:
-                break
-        unread = endless(async_smollm2)
-        await unread.backend.aclose()
-        await unread.backend.aclose()
-        async_smollm2.check_integrity()
-
-    run(main())
-
-
-def test_traces_that_nobody_waits_for(async_smollm2: Any) -> None:
-    for wait in (0, 0.2):
-        tracer = endless(async_smollm2)
-        outputs = endless(async_smollm2).backend.__aiter__()
-        time.sleep(wait)
-        del tracer, outputs
-        gc.collect()
-        async_smollm2.check_integrity()
-
-
-def test_a_finished_trace_that_nobody_reads(async_smollm2: Any) -> None:
-    tracer = streamed_trace(async_smollm2)
-    time.sleep(1)
-    async_smollm2.check_integrity()
-    assert len(run(outputs_of(tracer))) == 6
-
-
-def test_others_go_on(async_smollm2: Any) -> None:
-    async def main() -> None:
-        left, staying = endless(async_smollm2), streamed_trace(async_smollm2, max_tokens=30)
-        async for _ in left.backend:
-            break
-        outputs = await outputs_of(staying)
-        assert len(outputs) == 30
-
-    run(main())
-
-
-# --- plain generation
-
-
-def test_plain_generation(smollm2: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    outputs = smollm2.generate([PROMPT, OTHER], max_tokens=1, temperature=0)
-    assert [output.outputs[0].text for output in outputs] == [" Paris", " Tokyo"]
-    assert "Processed prompts" in capsys.readouterr().err
-    (output,) = smollm2.generate(PROMPT, use_tqdm=False, max_tokens=9, temperature=0, stop=["."])
-    assert output.outputs[0].text == " Paris"
-    assert capsys.readouterr().err == ""
-    ids = list(output.prompt_token_ids)
-    same_text = smollm2.generate([ids, ids], use_tqdm=False, max_tokens=1, temperature=0, n=1)
-    assert [output.outputs[0].text for output in same_text] == [" Paris", " Paris"]
-    assert smollm2.generate([], use_tqdm=False) == []
-    with pytest.raises(SamplingError, match="unknown sampling argument `max_token`"):
-        smollm2.generate(PROMPT, max_token=1)
-
-
-def test_a_closed_engine() -> None:
-    from smollm2 import smollm2_path
-    from support.checkpoints import tiny_checkpoint
-    from support.contract import ENGINE
-
-    path = str(tiny_checkpoint("llama", tokenizer=smollm2_path()))
-
-    async def main() -> None:
-        model = invivo.VLLM(path, mode="async", **{**ENGINE, "max_model_len": 128})
-        tracers = []
-        for _ in range(2):
-            with model.trace([1, 2, 3], max_tokens=100, ignore_eos=True) as tracer:
-                for step in tracer.iter[:]:
-                    time.sleep(0.1)
-            tracers.append(tracer)
-        tracer, unread = tracers
-        waiting = asyncio.ensure_future(outputs_of(tracer))
-        await asyncio.sleep(1)
-        model.close()
-        for attempt in (waiting, outputs_of(unread)):
-            with pytest.raises(EngineClosedError, match="was closed"):
-                await attempt
-        with pytest.raises(EngineClosedError):
-            model.trace([1, 2, 3])
-        model.close()
-
-    run(main())

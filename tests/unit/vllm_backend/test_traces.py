@@ -36,10 +36,10 @@ class Worker:
         self.envoy: Any = RootEnvoy(self.hub.tree, "")
         self.traces = Traces(Outbox())
 
-    def add(self, name: str, body: Callable[[Any, Mediator], dict[str, object]]) -> Mediator:
+    def add(self, name: str, body: Callable[[Any, Mediator], dict[str, object]], group: str | None = None) -> Mediator:
         mediator = Mediator(self.hub.tree, Turns(0, None), lambda mediator: body(self.envoy, mediator))
         mediator.streamed = Streamed()
-        self.traces.add(f"trace {name}", Known(name, Launched(mediator, BLOCK, None), in_band=True))
+        self.traces.add(f"trace {name}", Known(name, Launched(mediator, BLOCK, None), group))
         self.hub.add(name, mediator, None)
         return mediator
 
@@ -145,6 +145,25 @@ def test_traces_that_nobody_fetches_are_forgotten_in_time(monkeypatch: pytest.Mo
     assert worker.traces.given_up("trace a") is None
     assert worker.traces.given_up("trace b") is not None
     worker.hub.remove("b")
+    worker.hub.check_integrity()
+
+
+def test_blocks_of_a_trace_are_kept_while_others_of_it_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(traces, "monotonic", lambda: now)
+    worker = Worker()
+    for name in ("a", "b"):
+        worker.add(name, goes_on, "group")
+    worker.step("a", "b")
+    worker.leave("a")
+    for _ in range(3):
+        now += traces.KEPT_SECONDS
+        worker.leave()
+    worker.leave("b")
+    assert len(worker.traces) == 2
+    now += traces.KEPT_SECONDS + 1
+    worker.leave()
+    assert not worker.traces
     worker.hub.check_integrity()
 
 
