@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..envoy.errors import InvokeError
-from ..tracer.block import Group, TensorBlob
+from ..tracer.block import Group, Payload, TensorBlob
+from ..tracer.common import together
 
 if TYPE_CHECKING:
     from .mediator import Mediator
@@ -27,9 +28,18 @@ class Groups:
 
     def __init__(self) -> None:
         self._stores: dict[str, GroupStore] = {}
+        self._common: dict[str, Sequence[TensorBlob]] = {}
 
     def __len__(self) -> int:
-        return len(self._stores)
+        return len(self._stores.keys() | self._common.keys())
+
+    def bring(self, trace: str, common: Sequence[TensorBlob]) -> None:
+        """The tensors that blocks of a trace have in common, where they do not come with each block."""
+        self._common[trace] = common
+
+    def common(self, group: Group) -> Sequence[TensorBlob]:
+        """Those tensors of the trace of a block."""
+        return group.common or self._common.get(group.trace, ())
 
     def join(self, group: Group) -> Member:
         """The place of a block that is launched now."""
@@ -41,6 +51,7 @@ class Groups:
     def drop(self, trace: str) -> None:
         """Forget a trace, of which maybe not all blocks were launched."""
         self._stores.pop(trace, None)
+        self._common.pop(trace, None)
 
 
 class GroupStore:
@@ -80,6 +91,10 @@ class Member:
         self._group = group
         self._read: Read | None = None
         store.members[group.index] = self
+
+    def tensors(self, payload: Payload) -> Sequence[TensorBlob]:
+        """The tensors that the block has captured."""
+        return together(payload.tensors, self._groups.common(self._group))
 
     # --- shared objects
 

@@ -70,7 +70,7 @@ def launch(
             values = read(payload.values, payload.tensors)
             return _run(payload, compile_block(payload.block), values, mediator)
         member.load(read)
-        values = read(payload.values, payload.tensors, shared=member.shared)
+        values = read(payload.values, member.tensors(payload), shared=member.shared)
         return _run(payload, compile_block(payload.block), values, mediator, member.take(), member.shared_ids)
 
     mediator = Mediator(tree, Turns(payload.seed, printed, payload.uses), body, limits)

@@ -45,11 +45,16 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TensorBlob(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor: torch dtype name without the ``torch.`` prefix, shape, and contiguous little-endian bytes."""
+    """One tensor: torch dtype name without the ``torch.`` prefix, shape, and contiguous little-endian bytes.
+
+    With `common` at 0 or more the bytes are not here: it is that one of the tensors that the blocks of a trace have in
+    common (`Group.common`).
+    """
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+    common: int = -1
 
 
 class SharedValues(msgspec.Struct, frozen=True, array_like=True):
@@ -91,6 +96,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
         barriers: the barriers that the block refers to, each with the number of blocks that meet there.
         shared: containers that are one object in all blocks of the trace; the same in each of its payloads.
         home: values to send home with the block that ends last; None if there are none.
+        common: tensors that several blocks captured. A backend that sends requests one by one sends these ahead, once.
     """
 
     trace: str
@@ -101,6 +107,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     barriers: tuple[tuple[str, int], ...]
     shared: tuple[SharedValues, ...] = ()
     home: Home | None = None
+    common: tuple[TensorBlob, ...] = ()
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):

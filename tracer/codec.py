@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from ..envoy.envoy import Envoy
     from .block import TensorBlob
+    from .common import Blobs
 
 Scopes = Mapping[str, Mapping[str, object]]
 """Captured values: by scope (``"local"``, ``"global"``), by name."""
@@ -48,13 +49,14 @@ Key = Callable[[object], "str | None"]
 """The key of an object that several blocks share; None for all others."""
 
 
-def encode(values: Scopes, owner: Envoy, key: Key | None = None) -> Encoded:
+def encode(values: Scopes, owner: Envoy, key: Key | None = None, blobs: Blobs | None = None) -> Encoded:
     """Turns captured values into bytes.
 
     Args:
         values: ``{"local": {...}, "global": {...}}``.
         owner: the Envoy of the whole model that is traced.
         key: tells the objects that are sent as references; None if there are none.
+        blobs: the tensors that other blocks of the trace have captured.
 
     Raises:
         TransferError: a value cannot be sent; the message names the variable, and the part of it that is to
@@ -62,16 +64,16 @@ def encode(values: Scopes, owner: Envoy, key: Key | None = None) -> Encoded:
         ForeignError: an Envoy of another model.
     """
     try:
-        return _encode({scope: dict(names) for scope, names in values.items()}, owner, key)
+        return _encode({scope: dict(names) for scope, names in values.items()}, owner, key, blobs)
     except Exception as error:
         raise _explained(values, owner, key, error) from None
 
 
-def _encode(values: object, owner: object, key: Key | None) -> Encoded:
+def _encode(values: object, owner: object, key: Key | None, blobs: Blobs | None = None) -> Encoded:
     from .pickling import SharingPickler, ValuePickler
 
     file = io.BytesIO()
-    pickler = ValuePickler(file, owner) if key is None else SharingPickler(file, owner, key)
+    pickler = ValuePickler(file, owner, blobs) if key is None else SharingPickler(file, owner, key, blobs)
     pickler.dump(values)
     barriers = tuple(sorted(pickler.barriers.items()))
     return Encoded(file.getvalue(), tuple(pickler.tensors), frozenset(pickler.uses), barriers)

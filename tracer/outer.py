@@ -21,6 +21,7 @@ from ..envoy.errors import MisuseError
 from .block import Group, Payload
 from .capture import Captured, Site, locate, read
 from .check import check_names
+from .common import Blobs, apart
 from .dependencies import check_barriers
 from .frames import Skipper, bind, release
 from .handed import HandedOn
@@ -67,6 +68,7 @@ class OuterTrace:
         self._skipper: Skipper | None = None
         self._program: Program | None = None
         self._sharing = Sharing(model, ())
+        self._blobs = Blobs()
         self._saved: list[Saved] = []
 
     def __enter__(self) -> OuterTracer:
@@ -176,7 +178,7 @@ class OuterTrace:
             self._sharing.consider(scope.values())
             release(frame, scope)
         self._sharing.consider(values.locals.values())
-        encoded = encode_values(invoke.site, values, self._model, self._sharing.key)
+        encoded = encode_values(invoke.site, values, self._model, self._sharing.key, self._blobs)
         invoke.barriers = tuple({**dict(encoded.barriers), **dict(self._sharing.settle())}.items())
         invoke.payload = payload_of(invoke.site, encoded, invoke.seed)
 
@@ -199,10 +201,11 @@ class OuterTrace:
             for invoke in invokes
         ]
         check_barriers(groups)
-        payloads = [invoke.payload for invoke in invokes if invoke.payload is not None]
+        payloads, common = apart([invoke.payload for invoke in invokes if invoke.payload is not None])
         uses = tuple(sorted(self._sharing.uses.union(*(payload.uses for payload in payloads))))  # functions pass around
         return [
-            structs.replace(payload, group=group, uses=uses) for payload, group in zip(payloads, groups, strict=True)
+            structs.replace(payload, group=structs.replace(group, common=common), uses=uses)
+            for payload, group in zip(payloads, groups, strict=True)
         ]
 
     def _homecoming(self, named: dict[str, object]) -> Homecoming:

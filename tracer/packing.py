@@ -11,6 +11,7 @@ from .block import FORMAT, Payload
 from .capture import Captured, Site
 from .check import check_names
 from .codec import Encoded, Key, encode
+from .common import Blobs
 
 
 def make_payload(site: Site, captured: Captured, model: RootEnvoy, seed: int) -> Payload:
@@ -23,20 +24,22 @@ def make_payload(site: Site, captured: Captured, model: RootEnvoy, seed: int) ->
     return payload_of(site, encode_values(site, captured, model), seed)
 
 
-def encode_values(site: Site, captured: Captured, model: RootEnvoy, key: Key | None = None) -> Encoded:
+def encode_values(
+    site: Site, captured: Captured, model: RootEnvoy, key: Key | None = None, blobs: Blobs | None = None
+) -> Encoded:
     """The captured values as bytes, once the names in the block are checked.
 
     Args:
         site: the block.
         captured: what it reads.
         model: the model that is traced.
-        key: as in `codec.encode`.
+        key, blobs: as in `codec.encode`.
 
     Raises:
         UnknownNameError, TransferError: as in `make_payload`.
     """
     check_names(site, captured)
-    return encode({"local": captured.locals, "global": captured.globals}, model, key)
+    return encode({"local": captured.locals, "global": captured.globals}, model, key, blobs)
 
 
 def payload_of(site: Site, encoded: Encoded, seed: int) -> Payload:

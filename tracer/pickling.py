@@ -16,6 +16,7 @@ from . import buffers, by_value, draws
 from .barrier import Barrier
 from .block import SpentTracer, TensorBlob, TracerHandle
 from .buffers import Refusal
+from .common import Blobs
 from .unsendable import refuse
 
 if TYPE_CHECKING:
@@ -40,8 +41,9 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         barriers: the barriers met so far, each with the number of blocks that meet there.
     """
 
-    def __init__(self, file: io.BytesIO, owner: object) -> None:
+    def __init__(self, file: io.BytesIO, owner: object, blobs: Blobs | None = None) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._blobs = blobs or Blobs()
         self.tensors: list[TensorBlob] = []
         self.uses: set[str] = set()
         self.barriers: dict[str, int] = {}
@@ -75,8 +77,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, type):
             return self._class(obj)
         if buffers.is_tensor(obj):
-            dtype, shape, array = buffers.elements(obj)
-            self.tensors.append(TensorBlob(dtype, shape, array.tobytes()))
+            self.tensors.append(self._blobs.of(obj))
             return resolve, ("tensor", len(self.tensors) - 1)
         if isinstance(obj, Envoy):
             self._check(obj)
@@ -145,8 +146,10 @@ class SharingPickler(ValuePickler):
         key: the key of an object, or None if it is not shared.
     """
 
-    def __init__(self, file: io.BytesIO, owner: object, key: Callable[[object], str | None]) -> None:
-        super().__init__(file, owner)
+    def __init__(
+        self, file: io.BytesIO, owner: object, key: Callable[[object], str | None], blobs: Blobs | None = None
+    ) -> None:
+        super().__init__(file, owner, blobs)
         self._key = key
 
     def persistent_id(self, obj: object) -> str | None:

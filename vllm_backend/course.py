@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
+import msgspec
 from vllm import RequestOutput, SamplingParams
 
 from ..tracer.block import Group
@@ -67,6 +68,7 @@ class Course:
         self._group = groups[0].trace if groups else None
         self._after = ends_before(groups) if groups else [set[int]() for _ in requests]
         self._company = meets(groups) if groups else [{index} for index in range(len(requests))]
+        self._common = groups[0].common if groups else ()
         self._waiting = dict(enumerate(requests))
         self._sent: list[str] = []
         self._ended: dict[int, Arrived] = {}
@@ -79,6 +81,9 @@ class Course:
         """Send the requests that wait for no others. If vLLM refuses one, that is the end of all."""
         try:
             async with self._turn:
+                if self._common:
+                    common, self._common = msgspec.msgpack.encode(self._common), ()
+                    await self._llm.collective_rpc("invivo_bring", None, (self._group, common))
                 for index in [index for index in self._waiting if self._over >= self._after[index]]:
                     if self.inbox.over:
                         return

@@ -18,7 +18,7 @@ from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
 from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
-from ..tracer.block import Payload
+from ..tracer.block import Payload, TensorBlob
 from .module_call import call_module
 from .outbox import Outbox
 from .request_output import decode_output
@@ -153,6 +153,10 @@ class Serving:
         if known is not None:
             self._ready().remove(known.request_id)
         self.outbox.drop(trace)
+
+    def bring(self, group: str, common: bytes) -> None:
+        """Keep the tensors that the blocks of a trace have in common, which come before the first of them."""
+        self._groups.bring(group, msgspec.msgpack.decode(common, type=tuple[TensorBlob, ...]))
 
     def discard_group(self, group: str, traces: Sequence[str]) -> None:
         """Forget a trace of several invokes, whether they have started or not."""

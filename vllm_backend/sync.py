@@ -50,8 +50,11 @@ def with_payload(request: Request, payload: Payload) -> SamplingParams:
     """The request's sampling parameters, as new ones, that carry a block.
 
     The request does not look into the prefix cache, unless it is to: rows found there would never pass the block. What
-    its edits change is not found by others either, since the scheduler keeps it out of the cache.
+    its edits change is not found by others either, since the scheduler keeps it out of the cache. What the blocks of a
+    trace have in common is sent ahead.
     """
+    if payload.group is not None and payload.group.common:
+        payload = structs.replace(payload, group=structs.replace(payload.group, common=()))
     params = request.params.clone()
     params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
     params.skip_reading_prefix_cache = not request.reuse_prefix
@@ -162,6 +165,8 @@ class SyncBackend:
 
         prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
         try:
+            if groups[0].common:
+                self._engine.call("invivo_bring", groups[0].trace, msgspec.msgpack.encode(groups[0].common))
             self._engine.generate_all(
                 [prompt for prompt, _ in prepared], [params for _, params in prepared], ends_before(groups), ended
             )

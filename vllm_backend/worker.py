@@ -39,6 +39,7 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     worker.invivo_fetch = serving.outbox.fetch
     worker.invivo_drop = serving.outbox.drop
     worker.invivo_discard = serving.discard
+    worker.invivo_bring = serving.bring
     worker.invivo_discard_group = serving.discard_group
     worker.invivo_harvest_begin = sink.begin
     worker.invivo_harvest_end = sink.end

@@ -358,3 +358,21 @@ def test_values_saved_around_the_invokes_stay_as_they_are(model: Any) -> None:
                 print(f"counted {count}")
             handles.append(handle)
     assert number == 7 and handles == tracer.invokes and handle is handles[1]
+
+
+@pytest.mark.engine
+def test_a_tensor_that_all_invokes_capture_travels_once(smollm2: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from invivo.vllm_backend.engine import Engine
+
+    called: list[tuple[object, ...]] = []
+    call = Engine.call
+    monkeypatch.setattr(Engine, "call", lambda self, *args: called.append(args) or call(self, *args))
+    vectors = torch.arange(20 * 576.0).reshape(20, 576)
+    with smollm2.trace(max_tokens=1, temperature=0) as tracer:
+        sums = list().save()
+        for index in range(4):
+            with tracer.invoke(PROMPT):
+                sums.append((index, vectors[index].sum().item()))
+    assert sorted(sums) == [(index, vectors[index].sum().item()) for index in range(4)]
+    assert [args[0] for args in called].count("invivo_bring") == 1
+    smollm2.check_integrity()
