@@ -7,7 +7,7 @@ on that thread; nothing blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeAlias
 
@@ -15,7 +15,15 @@ import greenlet
 
 from ..envoy import active
 from ..envoy.address import Port
-from ..envoy.errors import InternalError, InvokeError, MemoryLimitError, PortError, PortPassedError, StepError
+from ..envoy.errors import (
+    InternalError,
+    InvokeError,
+    MemoryLimitError,
+    PortError,
+    PortPassedError,
+    SaveLimitError,
+    StepError,
+)
 from ..envoy.tree import ModuleTree
 from ..tracer.naming import Saved, saved_by_name
 from ..tracer.tracer import Tracer
@@ -191,13 +199,21 @@ class Mediator(active.Session):
 
     def check_saves(self) -> None:
         """Whether what comes home is within the limit; else that is the block's failure, and what fits is kept."""
-        limit = self._guard.limits.saves if self._guard is not None else None
-        if limit is None:
-            return
         values = saved_by_name(self.scope, self.saved)
-        if (size := size_of(values.values())) > limit:
-            self.failure = self.failure or save_error(size, limit)
-            self.scope = fitting(values, limit)
+        error = self.over_limit(values)
+        if error is not None:
+            self.failure = self.failure or error
+            self.scope = self.within_limit(values)
+
+    def over_limit(self, values: Mapping[str, object]) -> SaveLimitError | None:
+        """Why values are too many to come home; None if they are not."""
+        limit = self._guard.limits.saves if self._guard is not None else None
+        size = size_of(values.values()) if limit is not None else 0
+        return save_error(size, limit) if limit is not None and size > limit else None
+
+    def within_limit(self, values: Mapping[str, object]) -> dict[str, object]:
+        """Those of them that may come home."""
+        return fitting(values, self._guard.limits.saves if self._guard is not None else None)
 
     def forget(self) -> None:
         """Let go of everything that the block held, once it was sent home."""

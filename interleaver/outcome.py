@@ -39,10 +39,13 @@ def reply_of(launched: Launched, learned: Learned | None) -> Reply:
 
 def _shared(launched: Launched, failure: Failure | None) -> tuple[Packed | None, Failure | None]:
     """What was saved around the invokes, if this block is the last of them; and the failure of that or of the block."""
-    member = launched.mediator.member
-    home = member.leave() if member is not None else None
+    mediator = launched.mediator
+    home = mediator.member.leave() if mediator.member is not None else None
     if home is None:
         return None, failure
+    error = mediator.over_limit(home)
+    if error is not None:
+        home, failure = mediator.within_limit(home), failure or describe(error)
     try:
         return pack(home), failure
     except SaveError as error:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from invivo import Local
-from invivo.envoy.errors import InvivoWarning
+from invivo.envoy.errors import InvivoWarning, SaveLimitError
 from invivo.tracer.block import FORMAT, Block, Payload, TensorBlob
 from invivo.tracer.buffers import Refusal
 from invivo.tracer.common import Blobs, apart, together
@@ -68,3 +68,14 @@ def test_each_block_has_its_own_copy() -> None:
                 sums.append(weights.sum().item())
     assert sums == [4000.0] * 3
     assert weights.sum() == 2000
+
+
+def test_what_invokes_add_to_shared_objects_is_within_the_limit_too() -> None:
+    model = Local(torch.nn.Identity(), save_limit=1000)
+    with pytest.raises(SaveLimitError, match="hold 7.8 KiB, and the limit is 1000"):
+        with model.trace() as tracer:
+            rows = list().save()
+            for _ in range(2):
+                with tracer.invoke(torch.ones(1)):
+                    rows.append(torch.ones(1000))
+    model.check_integrity()
