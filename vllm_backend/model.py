@@ -33,8 +33,8 @@ class VLLM(RootEnvoy):
         time_limit: seconds that a block may take between two ports, while all else waits; None for no limit.
         memory_limit: what a block may add to the memory of the engine's process between two ports: bytes, or below 1 a
             share of what is available; None for no limit.
-        save_limit: bytes that a block may save, of a trace of several each one, and bytes of the objects that they share;
-            None for no limit.
+        save_limit: bytes that a block may save, of a trace of several each one, and bytes of the objects that these
+            share; None for no limit.
         mode: with ``"sync"`` the end of a `with` waits for its requests. With ``"async"`` it only starts them, and
             ``async for output in tracer.backend`` takes the outputs as they come; many traces run at once.
         arguments: engine arguments of vLLM (``dtype``, ``max_model_len``, ``kv_cache_memory_bytes``, ...). vLLM's

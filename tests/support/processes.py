@@ -37,7 +37,12 @@ def start_script(folder: Path, source: str, **values: object) -> subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, imports))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, imports)),
+            "OMP_NUM_THREADS": "1",  # more are slower on a model this small, and by far where others use the cores
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        },
     )
 
 

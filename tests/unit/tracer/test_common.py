@@ -72,7 +72,7 @@ def test_each_block_has_its_own_copy() -> None:
 
 def test_what_invokes_add_to_shared_objects_is_within_the_limit_too() -> None:
     model = Local(torch.nn.Identity(), save_limit=1000)
-    with pytest.raises(SaveLimitError, match="hold 7.8 KiB, and the limit is 1000"):
+    with pytest.raises(SaveLimitError, match=r"hold 7\.8 KiB, and the limit is 1000"):
         with model.trace() as tracer:
             rows = list().save()
             for _ in range(2):
