@@ -21,7 +21,7 @@ def draw(path: Path, sections: Sections) -> None:
 
     ratios = [one for section in sections.values() for one in section.figures if one.unit == "x" and one.least]
     grown = by_axis(curve for section in sections.values() for curve in section.curves)
-    style: Any = {"svg.hashsalt": "invivo", "svg.fonttype": "none", "font.size": 8, "font.family": "sans-serif"}
+    style: Any = {"svg.hashsalt": "invivo", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 8}
     spines = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
     with plt.rc_context(style | spines):
         height = max(1.2 + 0.24 * len(ratios), 2.3 * len(grown), 2.0)
@@ -38,7 +38,7 @@ def draw(path: Path, sections: Sections) -> None:
 
 
 def _ratios(axis: Any, figures: list[Figure]) -> None:
-    axis.set_title("throughput over that of plain vLLM; the dark marks are the bars")
+    axis.set_title("throughput over plain vLLM; dark marks are the bars")
     colors = [{True: MET, False: MISSED, None: WATCHED}[figure.met] for figure in figures]
     low = [figure.median - figure.spread[0] for figure in figures]
     high = [figure.spread[1] - figure.median for figure in figures]
@@ -64,8 +64,13 @@ def _curves(axis: Any, across: str, curves: list[Curve]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(points, [str(at) for at in points])
     axis.minorticks_off()
-    axis.set_ylim(bottom=0)
     if curves[0].unit == "x":
+        axis.set_ylim(0, 1.1)
         axis.axhline(1, color=WATCHED, linewidth=0.8, zorder=0)
-    axis.set_title(f"{'throughput over plain eager vLLM' if curves[0].unit == 'x' else curves[0].unit}, by {across}")
+        axis.set_title(f"throughput over plain eager vLLM, by {across}")
+    else:
+        axis.set_yscale("log", base=10)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
+        axis.set_title(f"{curves[0].unit}, by {across}; both axes are logarithmic")
     axis.legend(fontsize=6, frameon=False, ncols=2)

@@ -112,6 +112,7 @@ def _measure(console: Console, names: list[str], quick: bool) -> tuple[dict[str,
 def _write(sections: dict[str, report.Section]) -> None:
     JSON.parent.mkdir(exist_ok=True)
     JSON.write_bytes(report.encode(sections))
+    sections = report.read(JSON)  # whose values are rounded: everything is to say the same
     made = report.markdown(sections, how=True)
     head = "# Benchmarks\n\nWritten by `make bench`; [performance.md](../../docs/performance.md) says more.\n"
     TABLE.write_text(f"{head}\n{report.summary(sections)}\n\n{made}\n### Machine\n\n{report.machines(sections)}")
