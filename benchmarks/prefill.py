@@ -26,6 +26,9 @@ def prefill(bench: Bench) -> list[Figure]:
     """Throughput of prefill with captures over that without, and what the captures take in copies of their bytes."""
     count = bench.tokens(PROMPTS)
     prompts = PerRound(lambda: bench.prompts(count, LENGTH), 1 + len(CAPTURES))
+    for invoke, *_ in CAPTURES.values():  # to warm up
+        bench.watch("to warm up", 0, 1)
+        blocks.traced(bench.model, bench.prompts(2, LENGTH), 1, invoke)
     everything = torch.ones(count * LENGTH * LAYERS, WIDTH)
     eager, model = bench.eager, bench.model
 
@@ -44,7 +47,7 @@ def prefill(bench: Bench) -> list[Figure]:
         return time.perf_counter() - began
 
     runs = {name: (lambda invoke=invoke: traced(invoke)) for name, (invoke, *_) in CAPTURES.items()}
-    times = bench.alternate({"plain eager": plain, **runs, "memcpy": memcpy}, 5)
+    times = bench.alternate({"plain eager": plain, **runs, "memcpy": memcpy}, 4, warm=0)
     base = times["plain eager"]
     figures = [
         _ratio(

@@ -32,7 +32,7 @@ def _throughput(bench: Bench) -> list[Figure]:
         return 1 / blocks.traced(bench.model, prompts.take(), tokens, blocks.logits)
 
     speeds = bench.alternate(
-        {"plain vLLM": lambda: run(plain), "untraced": lambda: run(ready), "traces of logits": logits}, 16
+        {"plain vLLM": lambda: run(plain), "untraced": lambda: run(ready), "traces of logits": logits}, 10
     )
     ratios = over(speeds["untraced"], speeds["plain vLLM"])
     per_second = REQUESTS * tokens * statistics.median(speeds["plain vLLM"])
@@ -69,7 +69,7 @@ def _latency(bench: Bench) -> list[Figure]:
         gaps[name].append(statistics.mean(between))
         return first
 
-    firsts = bench.alternate({"plain": lambda: run("plain", plain), "ready": lambda: run("ready", ready)}, 12)
+    firsts = bench.alternate({"plain": lambda: run("plain", plain), "ready": lambda: run("ready", ready)}, 6)
     kept = len(firsts["plain"])
     base, other = gaps["plain"][-kept:], gaps["ready"][-kept:]
     how = f"{REQUESTS} untraced requests at once, driven by `add_request` and `step`, over the same on plain vLLM: {{}}"
