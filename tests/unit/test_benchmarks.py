@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 import page
 import plot
 import report
+import run
 from bench import Bench, PerRound
+from in_process import Chain
+from invivo import Local
+from invivo.tracer.outer import OuterTrace
 from measure import Curve, Figure, alternate, less, machine, over
-from parts import PARTS
+from parts import PARTS, Part
+from payloads import Sink
+from worker import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -166,6 +175,74 @@ class TestPage:
         assert list(sections) == [name for name in PARTS if name in sections]
         text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
         assert page.filled(text, page.parts(sections)) == text
+
+
+class TestRun:
+    @pytest.fixture
+    def console(self) -> Console:
+        return Console(file=io.StringIO(), width=100)
+
+    def test_a_part_that_fails_is_shown_and_the_others_are_measured(
+        self, monkeypatch: pytest.MonkeyPatch, console: Console
+    ) -> None:
+        closed: list[str] = []
+
+        def fails(bench: Bench) -> list[Figure | Curve]:
+            bench.watch("failing", 0, 1)
+            raise OSError("no such engine")
+
+        def works(bench: Bench) -> list[Figure | Curve]:
+            bench._started.append(lambda: closed.append("engine"))
+            return [figure([1.0]), CURVE]
+
+        monkeypatch.setattr(run, "PARTS", {"fails": Part("what fails", fails), "works": Part("what works", works)})
+        measured, failed = run._measure(console, ["fails", "works"], quick=True)
+        assert failed
+        assert list(measured) == ["works"]
+        assert measured["works"].figures == [figure([1.0])]
+        assert measured["works"].curves == [CURVE]
+        assert measured["works"].quick
+        assert closed == ["engine"]
+        assert isinstance(console.file, io.StringIO)
+        assert "fails could not be measured" in console.file.getvalue()
+        assert "no such engine" in console.file.getvalue()
+
+    def test_everything_that_is_written_says_the_same(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        for name, file in (("JSON", "a/r.json"), ("TABLE", "a/r.md"), ("PAGE", "page.md"), ("PLOT", "p.svg")):
+            monkeypatch.setattr(run, name, tmp_path / file)
+        page_of_the_repository = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+        (tmp_path / "page.md").write_text(page_of_the_repository, encoding="utf-8")
+        run._write({"decode": section(figure([0.98349, 0.98349], 0.97, least=True))})
+        (read,) = report.read(tmp_path / "a" / "r.json").values()
+        row = f"| {' | '.join(report.cells(read.figures[0]))} |"
+        assert row in (tmp_path / "a" / "r.md").read_text(encoding="utf-8")
+        assert row in (tmp_path / "page.md").read_text(encoding="utf-8")
+        assert (tmp_path / "p.svg").exists()
+
+    def test_parts_are_chosen_by_name(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["run.py", "--only", "decode", "single"])
+        assert run._options().only == ["decode", "single"]
+        monkeypatch.setattr(sys, "argv", ["run.py", "--only", "decoding"])
+        with pytest.raises(SystemExit):
+            run._options()
+        assert "invalid choice" in capsys.readouterr().err
+
+
+class TestWithoutAnEngine:
+    def test_blocks_of_several_requests_run_on_a_hub(self) -> None:
+        chain = Worker(3)
+        assert all(chain.cpu(payload, 2) > 0 for payload in (None, chain.walk, chain.read, chain.edit))
+
+    def test_what_a_sink_was_given(self) -> None:
+        model, sink = Local(Chain(2)), Sink()
+        with OuterTrace(model, sink, lambda prompt, sampling: (None, 0), {}) as tracer:
+            for _ in range(3):
+                with tracer.invoke(None):
+                    model.units[0].output  # type: ignore[attr-defined]
+        assert len(sink.encoded) == 3
+        assert 0 < max(map(len, sink.encoded)) < 2048
 
 
 class TestPlot:
