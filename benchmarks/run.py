@@ -74,7 +74,7 @@ def _measure(console: Console, names: list[str], quick: bool) -> tuple[dict[str,
 
         def watch(what: str, done: int, total: int) -> None:
             nonlocal shown
-            if time.monotonic() - shown > PAUSE:
+            if not done or time.monotonic() - shown > PAUSE:
                 progress.update(task, description=f"{name}: {what}", completed=done, total=total, refresh=True)
                 shown = time.monotonic()
 

@@ -40,7 +40,7 @@ def _throughput(bench: Bench) -> list[Figure]:
         f"`LLM.generate` of {REQUESTS} requests of {LENGTH} + {tokens} tokens on an invivo engine over the same on "
         f"plain vLLM with the same settings, both compiled ({per_second:.0f} tokens/s), in the rounds in which {{}}"
     )
-    rest = "nothing of invivo runs but two questions per engine step, whether any traced request is known"
+    rest = "the questions in each engine step, of scheduler and runner, whether there is a traced request"
     return [
         Figure("untraced, after plain", "x", ratios[0::2], 0.99, how.format("plain vLLM went first"), rest, least=True),
         Figure("untraced, before plain", "x", ratios[1::2], 0.99, how.format("the other did"), rest, least=True),
