@@ -91,7 +91,7 @@ def growth(bench: Bench) -> list[Curve]:
     invokes = {"read logits": blocks.logits, **INVOKES}
     curves: dict[str, dict[int, list[float]]] = {name: {} for name in invokes}
     for count in CONCURRENT:
-        speeds = _speeds(bench, count, tokens, invokes, 2)
+        speeds = _speeds(bench, count, tokens, invokes, 2, warm=count == CONCURRENT[0])
         for name in invokes:
             curves[name][count] = over(speeds[name], speeds["plain eager"])
     how = f"as in the rows of traced decoding, with {tokens} tokens for each request: throughput over plain eager vLLM"
@@ -110,12 +110,21 @@ def _ports(bench: Bench, tokens: int) -> Curve:
     return Curve("read", "x", "ports read in each step", points, how)
 
 
-def _speeds(bench: Bench, count: int, tokens: int, invokes: Invokes, rounds: int, compiled: bool = False) -> Measured:
+def _speeds(
+    bench: Bench,
+    count: int,
+    tokens: int,
+    invokes: Invokes,
+    rounds: int,
+    *,
+    compiled: bool = False,
+    warm: bool = True,
+) -> Measured:
     """Runs per second of each scenario, and of plain requests, with `count` requests at once."""
-    functions = _functions(bench, count, 2, invokes, compiled)
-    for name, function in functions.items():
-        bench.watch(f"{name}, to warm up", 0, rounds)
-        function()
+    if warm:  # two tokens of two requests do for that
+        for name, function in _functions(bench, 2, 2, invokes, compiled).items():
+            bench.watch(f"{name}, to warm up", 0, rounds)
+            function()
     functions = _functions(bench, count, tokens, invokes, compiled)
     named = {f"{name}, {count} at once": function for name, function in functions.items()}
     return dict(zip(functions, bench.alternate(named, rounds, warm=0).values(), strict=True))

@@ -47,7 +47,7 @@ def prefill(bench: Bench) -> list[Figure]:
         return time.perf_counter() - began
 
     runs = {name: (lambda invoke=invoke: traced(invoke)) for name, (invoke, *_) in CAPTURES.items()}
-    times = bench.alternate({"plain eager": plain, **runs, "memcpy": memcpy}, 4, warm=0)
+    times = bench.alternate({"plain eager": plain, **runs, "memcpy": memcpy}, 3, warm=0)
     base = times["plain eager"]
     figures = [
         _ratio(

@@ -32,7 +32,7 @@ def _throughput(bench: Bench) -> list[Figure]:
         return 1 / blocks.traced(bench.model, prompts.take(), tokens, blocks.logits)
 
     speeds = bench.alternate(
-        {"plain vLLM": lambda: run(plain), "untraced": lambda: run(ready), "traces of logits": logits}, 10
+        {"plain vLLM": lambda: run(plain), "untraced": lambda: run(ready), "traces of logits": logits}, 8
     )
     ratios = over(speeds["untraced"], speeds["plain vLLM"])
     per_second = REQUESTS * tokens * statistics.median(speeds["plain vLLM"])

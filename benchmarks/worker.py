@@ -85,10 +85,10 @@ def worker_ports(bench: Bench) -> list[Figure | Curve]:
             for count in COUNTS
             for kind, payload in (("none", None), ("walk", chain.walk), ("read", chain.read), ("edit", chain.edit))
         }
-        times = bench.alternate(functions, 40, warm=2)
+        times = bench.alternate(functions, 12)
         chains = {length: Worker(length) for length in LENGTHS}
         steps = bench.alternate(
-            {f"{length} ports": partial(one.cpu, one.read, 1) for length, one in chains.items()}, 40, warm=2
+            {f"{length} ports": partial(one.cpu, one.read, 1) for length, one in chains.items()}, 12
         )
 
     def each(kind: str, count: int, base: str) -> list[float]:
