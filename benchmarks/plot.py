@@ -60,17 +60,13 @@ def _curves(axis: Any, across: str, curves: list[Curve]) -> None:
         axis.plot(
             list(medians), list(medians.values()), marker="o", markersize=3, label=curve.name, color=LINES[number % 7]
         )
-    points = sorted({at for curve in curves for at in curve.points})
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(points, [str(at) for at in points])
-    axis.minorticks_off()
+    axis.set_title(f"{curves[0].unit}, by {across}")
     if curves[0].unit == "x":
-        axis.set_ylim(0, 1.1)
+        points = sorted({at for curve in curves for at in curve.points})
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(points, [str(at) for at in points])
+        axis.minorticks_off()
         axis.axhline(1, color=WATCHED, linewidth=0.8, zorder=0)
         axis.set_title(f"throughput over plain eager vLLM, by {across}")
-    else:
-        axis.set_yscale("log", base=10)
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("")
-        axis.set_title(f"{curves[0].unit}, by {across}; both axes are logarithmic")
+    axis.set_ylim(bottom=0)
     axis.legend(fontsize=6, frameon=False, ncols=2)
