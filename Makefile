@@ -4,7 +4,7 @@
 #   make test-all    the slow tests too: more ways in which processes end, long runs, notebooks
 #   make lint        ruff, mypy, pyright, import-linter
 #   make notebooks   runs every notebook again, in place
-#   make bench       the benchmarks
+#   make bench       the benchmarks, docs/performance.md and its picture
 #   make format      lets ruff rewrite the sources
 #   make clean       removes the environment and everything built
 # `make DEVICE=cuda ...` does it with the CUDA build of vLLM, `make PYTHON=python3.13 ...` with another Python,
@@ -48,7 +48,7 @@ ruff:
 mypy:
 	$(say) "mypy"
 	@$(RUN)/mypy -p invivo | $(real_paths)
-	@$(RUN)/mypy scripts tests/static
+	@$(RUN)/mypy scripts benchmarks tests/static
 
 pyright:
 	$(say) "pyright"

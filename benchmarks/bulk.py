@@ -16,6 +16,7 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from bench import Bench
 from invivo.tracer.backend import Reply
 from invivo.tracer.block import Payload
 from invivo.tracer.results import pack, unpack
@@ -32,9 +33,13 @@ QUIET = 20
 Span = tuple[float, float]
 
 
-def bulk(model: Any, rounds: int) -> list[Figure]:
-    """The figures, on an engine that runs."""
-    measured = [_round(model) for _ in range(rounds + 1)][1:]
+def bulk(bench: Bench) -> list[Figure]:
+    """The figures."""
+    measured, rounds = [], bench.rounds(12) + 1
+    for number in range(rounds):
+        bench.watch("a plain request beside replies of 100 MB", number, rounds)
+        measured.append(_round(bench.model))
+    measured = measured[1:]
     alone, during, times = ([value for one in measured for value in one[part]] for part in range(3))
     # A round has too few gaps for a percentile: there is a value for all rounds but one, each in turn.
     ratios = [
@@ -49,8 +54,10 @@ def bulk(model: Any, rounds: int) -> list[Figure]:
     )
     how_long = "from the call for the reply of a block that has ended to its tensor, the engine decoding meanwhile"
     return [
-        Figure("token gaps beside 100 MB, p99", "x", ratios, 1.5, how),
-        Figure("100 MB brought home", "ms", times, None, how_long),
+        Figure(
+            "token gaps beside 100 MB, p99", "x", ratios, 1.5, how, "the two cores, which the copying thread shares"
+        ),
+        Figure("100 MB brought home", "ms", times, None, how_long, "the first use of new pages, and the cores"),
     ]
 
 
@@ -77,7 +84,7 @@ def _round(model: Any) -> tuple[list[float], list[float], list[float]]:
         trace = model.trace([17, 31, number], max_tokens=1)
         trace._backend = taking
         with trace as tracer:
-            saved = torch.full((SIZE // 4,), 1.5)
+            saved: Any = torch.full((SIZE // 4,), 1.5)
             saved.save()
             tracer.result  # the block ends, and its reply is made, when that is fetched
         prompt = {"prompt_token_ids": taking.request.prompt.token_ids}

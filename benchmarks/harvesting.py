@@ -11,30 +11,29 @@ from typing import Any
 import torch
 
 import invivo
-from measure import Figure, alternate
+from bench import LAYERS, WIDTH, Bench, PerRound, generate, wake
+from measure import Figure, less, over
 
-PROMPTS, TOKENS = 32, 128
+PROMPTS, LENGTH = 32, 128
 PORTS = "sum(model.layers.*.output)"
 _SLICE = 8 << 20
 
 
-def harvesting(model: Any, rounds: int) -> list[Figure]:
-    """The figures, on an engine that runs. Files go to the folder for temporary ones."""
-    layers, width = len(model.model.layers), 576
-    size = PROMPTS * TOKENS * layers * width * 4
-    generator = torch.Generator().manual_seed(0)
-
-    def prompts() -> list[list[int]]:  # new ones each time: the prefix cache would know the others
-        return torch.randint(3, 49_000, (PROMPTS, TOKENS), generator=generator).tolist()
+def harvesting(bench: Bench) -> list[Figure]:
+    """The figures; files go to the folder for temporary ones."""
+    count = bench.tokens(PROMPTS)
+    size = count * LENGTH * LAYERS * WIDTH * 4
+    prompts = PerRound(lambda: bench.prompts(count, LENGTH), 2)
+    eager, model = bench.eager, bench.model
 
     def plain() -> float:
-        given, began = prompts(), time.perf_counter()
-        model.generate(given, max_tokens=1, temperature=0, use_tqdm=False)
-        return time.perf_counter() - began
+        wake(eager)
+        return generate(eager, prompts.take(), 1)
 
     def harvest() -> float:
+        wake(bench.ready)
         with tempfile.TemporaryDirectory() as folder:
-            given, began = prompts(), time.perf_counter()
+            given, began = prompts.take(), time.perf_counter()
             invivo.harvest(model, given, PORTS, folder, progress=False)
             return time.perf_counter() - began
 
@@ -56,19 +55,26 @@ def harvesting(model: Any, rounds: int) -> list[Figure]:
             os.close(file)
             return time.perf_counter() - began
 
-    times = alternate({"plain": plain, "harvest": harvest, "copy": copy, "write": write}, rounds, warm=1)
-    rows = list(zip(times["plain"], times["harvest"], times["copy"], times["write"], strict=True))
+    times = bench.alternate({"plain eager": plain, "harvest": harvest, "memcpy": copy, "file": write}, 4)
+    slower = [max(pair) for pair in zip(times["memcpy"], times["file"], strict=True)]
     megabytes = size / 1e6
     how = (
-        f"{PROMPTS} prompts of {TOKENS} tokens, the residual stream after all layers ({megabytes:.0f} MB in float32): "
-        "`invivo.harvest` from call to data set, less `model.generate` of as many prompts in the same round, over "
-        "copying as many bytes in memory or writing them to a file in the same folder, whichever takes longer"
+        f"{count} prompts of {LENGTH} tokens, the residual stream after all layers ({megabytes:.0f} MB in float32): "
+        "`invivo.harvest` from call to data set, less `LLM.generate` of as many prompts on plain vLLM with "
+        "`enforce_eager=True` in the same round, in copies of as many bytes in memory or writes of them to a file in the "
+        "same folder, whichever takes longer"
     )
-    extra = [(harvested - alone) / max(copied, written) for alone, harvested, copied, written in rows]
+    limits = "copies of the rows, their sums, and the disk, which is written to while the engine computes"
     return [
-        Figure("harvest / copy of its bytes", "x", extra, 2.0, how),
-        Figure("prefill / harvest", "x", [a / b for a, b, *_ in rows], None, "the same without the difference"),
-        Figure("harvest", "MB/s", [megabytes / b for _, b, *_ in rows], None, "bytes of activations over all of it"),
-        Figure("copy in memory", "MB/s", [megabytes / c for _, _, c, _ in rows], None, "for comparison"),
-        Figure("write to a file", "MB/s", [megabytes / d for *_, d in rows], None, "for comparison, without fsync"),
+        Figure(
+            "harvest, all that it adds",
+            "copies",
+            over(less(times["harvest"], times["plain eager"]), slower),
+            2.0,
+            how,
+            limits,
+        ),
+        Figure("harvest", "x", over(times["plain eager"], times["harvest"]), None, "plain prefill over the harvest"),
+        Figure("copy in memory", "MB/s", [megabytes / one for one in times["memcpy"]], None, "for comparison"),
+        Figure("write to a file", "MB/s", [megabytes / one for one in times["file"]], None, "the same, without fsync"),
     ]

@@ -1,29 +1,25 @@
-"""Figures that need no engine: importing, capturing, and passing a port of a module in this process."""
+"""Figures that need no engine: importing, and passing a port of a module in this process."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import greenlet
-import msgspec
 import torch
 
+from bench import WIDTH, Bench
 from invivo import Local
-from invivo.tracer.backend import Reply
-from invivo.tracer.block import Payload
-from invivo.tracer.results import pack
-from invivo.tracer.trace import Trace
-from measure import Figure, alternate
+from measure import Figure, alternate, less
 
 PORTS = 200
-WIDTH = 576
 
 
-def import_time(rounds: int) -> list[Figure]:
+def import_time(bench: Bench) -> list[Figure]:
     """``import invivo``, in fresh processes."""
 
     def start(code: str) -> float:
@@ -31,10 +27,10 @@ def import_time(rounds: int) -> list[Figure]:
         subprocess.run([sys.executable, "-c", code], check=True)
         return (time.perf_counter() - began) * 1e3
 
-    times = alternate({"with": lambda: start("import invivo"), "without": lambda: start("pass")}, rounds)
-    extra = [a - b for a, b in zip(times["with"], times["without"], strict=True)]
+    times = bench.alternate({"with": lambda: start("import invivo"), "without": lambda: start("pass")}, 15, warm=3)
+    extra = less(times["with"], times["without"])
     how = "`python -c 'import invivo'` less `python -c pass`, wall time of the process"
-    return [Figure("import invivo", "ms", extra, 50.0, how)]
+    return [Figure("import invivo", "ms", extra, 50.0, how, "looking for one package; the rest is imported when used")]
 
 
 class Unit(torch.nn.Module):
@@ -57,49 +53,15 @@ class Chain(torch.nn.Module):
         return x
 
 
-class Sink:
-    """A backend that encodes the payload, notes when it was done, and runs nothing."""
-
-    done = 0.0
-    size = 0
-
-    def run(self, payload: Payload, request: object) -> tuple[Reply, object]:
-        """See `tracer.backend.Backend`."""
-        self.size = len(msgspec.msgpack.encode(payload))
-        self.done = time.perf_counter()
-        return Reply(pack({}), None, "", (), None), None
-
-
-def capture(rounds: int) -> list[Figure]:
-    """A block of ten lines with the usual things in it, up to the bytes that would be sent."""
-    model: Any = Local(Chain(4))
-    sink = Sink()
-    vector, strengths, threshold = torch.randn(WIDTH), [0.5, 1.0, 2.0], 0.1
-
-    def norms(values: list[torch.Tensor]) -> list[float]:
-        return [float(value.norm()) for value in values]
-
-    def once() -> float:
-        began = time.perf_counter()
-        with Trace(model, sink, None, 0) as tracer:
-            seen = []
-            for step in tracer.iter[:3]:
-                for unit in model.units:
-                    hidden = unit.output
-                    hidden[-1] += strengths[step] * vector
-                    if hidden.abs().mean() > threshold:
-                        seen.append(hidden[-1])
-                model.samples = model.logits.argmax(-1)
-            sizes: Any = norms(seen)
-            sizes.save()
-        return (sink.done - began) * 1e3
-
-    times = alternate({"block": once}, rounds)
-    how = (
-        "from before the `with` to the encoded msgpack payload, no engine: find and check the block, read its "
-        "variables (a tensor of 576, a list, a number, a function), pickle, encode; the block was seen before"
-    )
-    return [Figure("capture of ten lines", "ms", times["block"], 1.0, f"{how}; {sink.size} bytes")]
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """torch computes on this thread alone."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _bare(x: torch.Tensor) -> Callable[[], float]:
@@ -130,10 +92,8 @@ def _bare(x: torch.Tensor) -> Callable[[], float]:
     return bare
 
 
-def ports(rounds: int) -> list[Figure]:
+def ports(bench: Bench) -> list[Figure]:
     """One port: hook, switch to the block, copy, switch back, and writing an edit back."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     module = Chain(PORTS).eval()
     model: Any = Local(module)
     x = torch.randn(1, WIDTH)
@@ -167,11 +127,12 @@ def ports(rounds: int) -> list[Figure]:
                 own.zero_()
             return time.thread_time() - began
 
-    times = alternate({"walk": walk, "read": read, "edit": edit, "zero": zero, "bare": _bare(x)}, rounds)
-    torch.set_num_threads(threads)
+    with one_thread():
+        functions = {"walk": walk, "read": read, "edit": edit, "zero": zero, "bare": _bare(x)}
+        times = alternate(functions, bench.rounds(100), watch=bench.watch)
     each = {name: [value / PORTS * 1e6 for value in values] for name, values in times.items()}
-    reading = [a - b for a, b in zip(each["read"], each["walk"], strict=True)]
-    writing = [a - b - c for a, b, c in zip(each["edit"], each["walk"], each["zero"], strict=True)]
+    reading = less(each["read"], each["walk"])
+    writing = less(less(each["edit"], each["walk"]), each["zero"])
     how = (
         f"a block that {{}} at each of {PORTS} modules that do nothing, on [1, {WIDTH}], less the same trace that only "
         "walks over the modules{}; one thread, its CPU time"
@@ -180,8 +141,11 @@ def ports(rounds: int) -> list[Figure]:
         "calling such a module with a forward hook that clones its output and switches to a greenlet and back, in the "
         "same rounds: what any way through hooks and greenlets costs on this machine"
     )
+    limits = "torch's call of a module that has hooks, the clone, and two greenlet switches: the row below"
     return [
-        Figure("port read, local", "µs", reading, 10.0, how.format("reads the output", "")),
+        Figure("port read, local", "µs", reading, 10.0, how.format("reads the output", ""), limits),
         Figure("the same without invivo", "µs", each["bare"], None, how_bare),
-        Figure("port edited, local", "µs", writing, 10.0, how.format("zeroes the output", ", and less the zeroing")),
+        Figure(
+            "port edited, local", "µs", writing, 10.0, how.format("zeroes the output", ", and less the zeroing"), limits
+        ),
     ]

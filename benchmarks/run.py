@@ -1,123 +1,123 @@
-"""The benchmarks: one program, one table.
+"""The benchmarks: one program, one table, one page.
 
-    python benchmarks/run.py               all of it (`make bench`); writes benchmarks/results/
-    python benchmarks/run.py --no-engine   what can be measured without an engine; writes nothing
+    python benchmarks/run.py                       all of it (`make bench`): benchmarks/results/, docs/performance.*
+    python benchmarks/run.py --only decode single  some parts, shown and not written
+    python benchmarks/run.py --only decode --write the same, and put in the place of what they measured last time
+    python benchmarks/run.py --quick               few rounds and few tokens: does it run?
+    python benchmarks/run.py --render              write tables, page and plot again from results.json
 
-The exit code says whether every figure is within its bar.
+The exit code says whether everything was measured and is within its bar.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from argparse import ArgumentParser
-from collections.abc import Callable
+import time
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
+JSON, TABLE = HERE / "results" / "results.json", HERE / "results" / "results.md"
+PAGE, PLOT = HERE.parent / "docs" / "performance.md", HERE.parent / "docs" / "performance.svg"
 sys.path.append(str(HERE.parent / "scripts"))
 
-from measure import Figure, machine  # noqa: E402
+import page  # noqa: E402
+import plot  # noqa: E402
+import report  # noqa: E402
+from bench import Bench  # noqa: E402
+from measure import Curve, Figure, machine  # noqa: E402
+from parts import PARTS  # noqa: E402
 from quiet import quiet  # noqa: E402
+
+PAUSE = 0.5
+"""Seconds between two looks at the progress: showing it takes time from what is measured."""
 
 
 def main() -> int:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--no-engine", action="store_true", help="leave out what needs an engine")
-    options = parser.parse_args()
+    options = _options()
     quiet()
     console = Console()
-    console.width = max(console.width, 90)
-    described = machine()
-    figures: list[Figure] = []
-    for title, measure in _parts(engine=not options.no_engine):
-        console.print(f"[dim]measuring: {title}[/]")
-        figures += measure()
-    console.print(_table(figures))
-    console.print(f"[dim]{', '.join(f'{name} {value}' for name, value in described.items())}[/]")
-    if not options.no_engine:
-        _write(described, figures)
-    return int(any(figure.met is False for figure in figures))
+    console.width = max(console.width, 110)
+    if options.render:
+        _write(report.read(JSON))
+        return 0
+    measured, failed = _measure(console, options.only or list(PARTS), options.quick)
+    console.print(f"[dim]{', '.join(f'{name} {value}' for name, value in machine().items())}[/]")
+    console.print(report.summary(measured).replace("[", "\\["))
+    if options.write or not (options.only or options.quick):
+        known = report.read(JSON) | measured
+        _write({name: known[name] for name in PARTS if name in known})
+    missed = any(figure.met is False for section in measured.values() for figure in section.figures)
+    return int(missed or failed)
 
 
-def _parts(engine: bool) -> list[tuple[str, Callable[[], list[Figure]]]]:
-    from in_process import capture, import_time, ports
-
-    parts: list[tuple[str, Callable[[], list[Figure]]]] = [
-        ("import", lambda: import_time(15)),
-        ("capture", lambda: capture(300)),
-        ("ports", lambda: ports(100)),
-    ]
-    if engine:
-        from in_engine import engine as measured
-
-        parts.append(("engine (two minutes)", lambda: measured(40)))
-    return parts
+def _options() -> Namespace:
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    described = "; ".join(f"{name}: {part.title}" for name, part in PARTS.items())
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=described)
+    parser.add_argument("--quick", action="store_true", help="few rounds and few tokens, and nothing is written")
+    parser.add_argument("--write", action="store_true", help="write what was measured also if it was not everything")
+    parser.add_argument("--render", action="store_true", help="measure nothing, write everything from results.json")
+    return parser.parse_args()
 
 
-def _table(figures: list[Figure]) -> Table:
-    table = Table(header_style="bold")
-    table.add_column("figure")
-    for column in ("median", "quartiles", "bar", "rounds"):
-        table.add_column(column, justify="right")
-    for figure in figures:
-        style = {True: "green", False: "red", None: ""}[figure.met]
-        table.add_row(*_cells(figure), style=style)
-    return table
+def _measure(console: Console, names: list[str], quick: bool) -> tuple[dict[str, report.Section], bool]:
+    """The sections that could be measured, shown as they come, and whether one could not."""
+    measured: dict[str, report.Section] = {}
+    failed = False
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
+        shown = 0.0
+
+        def watch(what: str, done: int, total: int) -> None:
+            nonlocal shown
+            if not done or time.monotonic() - shown > PAUSE:
+                progress.update(task, description=f"{name}: {what}", completed=done, total=total, refresh=True)
+                shown = time.monotonic()
+
+        bench = Bench(quick, watch)
+        try:
+            for name in names:
+                task = progress.add_task(name)
+                described, began = machine(), time.monotonic()
+                try:
+                    found = PARTS[name].measure(bench)
+                except Exception:
+                    failed = True
+                    console.print(f"[red]{name} could not be measured:[/]")
+                    console.print_exception()
+                    continue
+                finally:
+                    progress.remove_task(task)
+                section = report.Section(
+                    PARTS[name].title,
+                    described,
+                    round(time.monotonic() - began, 1),
+                    quick,
+                    [one for one in found if isinstance(one, Figure)],
+                    [one for one in found if isinstance(one, Curve)],
+                )
+                measured[name] = section
+                for table in report.tables(section):
+                    console.print(table)
+                console.print(f"[dim]{name}: {section.seconds:.0f} s[/]")
+        finally:
+            bench.close()
+    return measured, failed
 
 
-def _cells(figure: Figure) -> list[str]:
-    low, high = figure.spread
-    bar = "" if figure.bar is None else f"{figure.bar:g} {figure.unit}"
-    return [
-        figure.name,
-        f"{figure.median:.3g} {figure.unit}",
-        f"{low:.3g} to {high:.3g}",
-        bar,
-        str(len(figure.values)),
-    ]
-
-
-def _write(described: dict[str, str], figures: list[Figure]) -> None:
-    RESULTS.mkdir(exist_ok=True)
-    lines = [
-        "# Benchmarks",
-        "",
-        "Written by `make bench`. Medians over rounds; what is compared alternates within a round.",
-        "",
-        "| figure | median | quartiles | bar | rounds |",
-        "|---|---|---|---|---|",
-        *(f"| {' | '.join(_cells(figure))} |" for figure in figures),
-        "",
-        "How each was measured:",
-        "",
-        *(f"- **{figure.name}**: {figure.how}." for figure in figures),
-        "",
-        "Machine:",
-        "",
-        *(f"- {name}: {value}" for name, value in described.items()),
-        "",
-    ]
-    (RESULTS / "results.md").write_text("\n".join(lines), encoding="utf-8")
-    entries = [
-        {
-            "name": figure.name,
-            "unit": figure.unit,
-            "median": figure.median,
-            "quartiles": figure.spread,
-            "bar": figure.bar,
-            "met": figure.met,
-            "rounds": len(figure.values),
-            "values": [float(f"{value:.4g}") for value in figure.values],
-        }
-        for figure in figures
-    ]
-    text = json.dumps({"machine": described, "figures": entries}, indent=1, ensure_ascii=False)
-    (RESULTS / "results.json").write_text(text + "\n", encoding="utf-8")
+def _write(sections: dict[str, report.Section]) -> None:
+    JSON.parent.mkdir(exist_ok=True)
+    JSON.write_bytes(report.encode(sections))
+    sections = report.read(JSON)  # whose values are rounded: everything is to say the same
+    made = report.markdown(sections, how=True)
+    head = "# Benchmarks\n\nWritten by `make bench`; [performance.md](../../docs/performance.md) says more.\n"
+    TABLE.write_text(f"{head}\n{report.summary(sections)}\n\n{made}\n### Machine\n\n{report.machines(sections)}")
+    page.write(PAGE, sections)
+    plot.draw(PLOT, sections)
 
 
 if __name__ == "__main__":
