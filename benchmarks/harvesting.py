@@ -61,8 +61,8 @@ def harvesting(bench: Bench) -> list[Figure]:
     how = (
         f"{count} prompts of {LENGTH} tokens, the residual stream after all layers ({megabytes:.0f} MB in float32): "
         "`invivo.harvest` from call to data set, less `LLM.generate` of as many prompts on plain vLLM with "
-        "`enforce_eager=True` in the same round, in copies of as many bytes in memory or writes of them to a file in the "
-        "same folder, whichever takes longer"
+        "`enforce_eager=True` in the same round, in copies of as many bytes in memory or writes of them to a file in "
+        "the same folder, whichever takes longer"
     )
     limits = "copies of the rows, their sums, and the disk, which is written to while the engine computes"
     return [
