@@ -7,6 +7,9 @@ compute, so a block may keep its seat from one port of a forward to the next; wh
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter
+
 import torch
 
 
@@ -56,6 +59,9 @@ SEAT = Seat()
 """The one seat of the process."""
 
 
-def draws(model: torch.nn.Module) -> bool:
-    """Whether a forward of the model may draw random numbers, as far as torch can tell: some module is in training."""
-    return any(module.training for module in model.modules())
+def draws(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a forward of these modules may draw random numbers, as far as torch can tell: some are in training."""
+    return any(map(_training, modules))
+
+
+_training = attrgetter("training")

@@ -31,6 +31,7 @@ from .windows import Share, broken
 ModuleCall = Callable[[torch.nn.Module, "tuple[object, ...]", "dict[str, object]"], object]
 
 _index = attrgetter("index")
+_rows, _last = attrgetter("share.rows"), attrgetter("share.last")
 
 
 class Hub:
@@ -55,7 +56,7 @@ class Hub:
         self.edited: set[str] = set()
         self._grouped: dict[str, Mediator] = {}
         self._done: set[str] = set()
-        self._model = model
+        self._modules = [*model.modules()]
         self._compiled = compiled
         self._drew = self._draws = True
         self._random: torch.Tensor | None = None
@@ -84,7 +85,7 @@ class Hub:
             vocabulary: size of the model's vocabulary, the bound of the token ids that it may write.
         """
         self._vocabulary = vocabulary
-        self._draws = self._drew or draws(self._model)
+        self._draws = self._drew or draws(self._modules)
         self.mediators[request] = mediator
         mediator.request = request
         mediator.place = self._place
@@ -205,15 +206,10 @@ class Hub:
         self._place.at(port)
         if len(waiting) > 1:
             waiting.sort(key=_index)
-        changes: list[Change] = []
         replaced: object = None
         self._firing, self._place.firing = waiting, True
         try:
-            served = 0
-            while served < len(waiting):  # it grows if a block lets others go on at a barrier that ask for this port
-                now = waiting[served:]
-                served += len(now)
-                self._serve(now, port, value, changes)
+            changes = self._serve(waiting, port, value)
             if changes:
                 replaced = put_rows(value, changes, port)
         except Exception as error:
@@ -303,29 +299,39 @@ class Hub:
         self.ended.add(request)
         self._meetings.see_end(mediator)
 
-    def _serve(self, waiting: list[Mediator], port: Port, value: object, changes: list[Change]) -> None:
-        """The turns of blocks at a port, and what they change there."""
-        windows = [mediator.share.last if self._place.sampling else mediator.share.rows for mediator in waiting]
-        try:
-            made = copies(value, windows, port)
-        except UnsupportedError as error:
-            for mediator in waiting:
-                self._turn(mediator, partial(mediator.fail, error))
-            return
+    def _serve(self, waiting: list[Mediator], port: Port, value: object) -> list[Change]:
+        """The turns of blocks at a port, and what they change there.
+
+        There will be more of them if one lets others go on at a barrier, and these ask for this port.
+        """
+        window_of = _last if self._place.sampling else _rows
+        changes: list[Change] = []
         outside = Outside()
-        for mediator, copy, window in zip(waiting, made, windows, strict=True):
-            held = Held(copy)
-            if port.kind == SAMPLES:
-                held.limit, held.fixed = self._vocabulary, mediator.fixed_samples
-            mediator.at_port(port, held, outside)
-            self._went_on(mediator)
-            if held.left_alone or mediator.failure is not None:
-                continue
-            changed = held.changes()
-            if changed is not None:
-                self.edited.add(mediator.request)
-                mediator.edited = mediator.edited or not port.of_step
-                changes.append((changed, window))
+        served = 0
+        while served < len(waiting):
+            windows = [*map(window_of, waiting[served:])]
+            try:
+                made = copies(value, windows, port)
+            except UnsupportedError as error:
+                for mediator in waiting[served:]:
+                    self._turn(mediator, partial(mediator.fail, error))
+                return changes
+            for copy, window in zip(made, windows, strict=True):
+                mediator = waiting[served]
+                served += 1
+                held = Held(copy)
+                if port.kind == SAMPLES:
+                    held.limit, held.fixed = self._vocabulary, mediator.fixed_samples
+                mediator.at_port(port, held, outside)
+                self._went_on(mediator)
+                if held.left_alone or mediator.failure is not None:
+                    continue
+                changed = held.changes()
+                if changed is not None:
+                    self.edited.add(mediator.request)
+                    mediator.edited = mediator.edited or not port.of_step
+                    changes.append((changed, window))
+        return changes
 
     def _missed(self, mediator: Mediator, port: Port) -> None:
         known = port in self.tree.places or port.of_step
@@ -386,7 +392,7 @@ class Hub:
         """Note whether the recorded forward drew random numbers of its own."""
         if self._random is not None:
             self._drew = not torch.equal(self._random, torch.get_rng_state())
-            self._draws = self._drew or draws(self._model)
+            self._draws = self._drew or draws(self._modules)
             self._random = None
 
     def _rows(self) -> int | None:

@@ -11,7 +11,6 @@ costs no write.
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count
@@ -21,7 +20,7 @@ import torch
 
 from ..envoy.address import Port
 from ..envoy.errors import UnsupportedError, WriteError
-from .torch_compat import inference_mode, split_with_sizes_copy, version_of
+from .torch_compat import inference_mode, inference_on, split_with_sizes_copy, version_of
 from .windows import Window
 
 Leaves = list[torch.Tensor]
@@ -92,17 +91,18 @@ def copies(value: object, windows: Sequence[Window | None], where: Port) -> Sequ
     Raises:
         UnsupportedError: the rows cannot be told (`row_dim`).
     """
-    with inference_mode(False):
-        if len(windows) == 1:
-            return (_copy(value, windows[0], where),)
-        if type(value) is torch.Tensor:
-            return _split(value, windows, where)
-        if type(value) is tuple and value and all(part is None or type(part) is torch.Tensor for part in value):
-            nothing = [None] * len(windows)
-            return [
-                *zip(*(_split(part, windows, where) if part is not None else nothing for part in value), strict=True)
-            ]
-        return [_copy(value, window, where) for window in windows]
+    if inference_on():
+        with inference_mode(False):
+            return copies(value, windows, where)
+    if len(windows) == 1:
+        return (_copy(value, windows[0], where),)
+    if type(value) is torch.Tensor:
+        return _split(value, windows, where)
+    if type(value) is tuple and value and all(part is None or type(part) is torch.Tensor for part in value):
+        nothing = [None] * len(windows)
+        parts = (_split(part, windows, where) if part is not None else nothing for part in value)
+        return [*zip(*parts, strict=True)]
+    return [_copy(value, window, where) for window in windows]
 
 
 def _copy(value: object, window: Window | None, where: Port) -> object:
@@ -214,7 +214,7 @@ class Held:
     is kept.
     """
 
-    __slots__ = ("_containers", "_copy", "_shapes", "_tensors", "_versions", "fixed", "left_alone", "limit", "value")
+    __slots__ = ("_containers", "_copy", "_shapes", "_tensors", "_version", "fixed", "left_alone", "limit", "value")
 
     def __init__(self, value: object, limit: int | None = None, fixed: str | None = None) -> None:
         self.value = self._copy = value
@@ -223,25 +223,14 @@ class Held:
         self.left_alone = False
         self._containers: object = None
         if type(value) is torch.Tensor:  # the usual case, here and below, is told apart quickly
-            self._tensors: Sequence[torch.Tensor] = (value,)
-            self._versions: Sequence[int] = (version_of(value),)
-            self._shapes: Sequence[torch.Size] = (value.shape,)
+            self._version: int | list[int] = version_of(value)
+            self._shapes = [value.shape]
             return
-        tensors: Leaves = []
-        containers = map_tensors(value, _noted_in(tensors))
+        self._tensors: Leaves = []
+        containers = map_tensors(value, _noted_in(self._tensors))
         self._containers = containers if _can_change(containers) else None
-        self._tensors = tensors
-        self._versions = [version_of(tensor) for tensor in tensors]
-        self._shapes = [tensor.shape for tensor in tensors]
-
-    @property
-    def untouched(self) -> bool:
-        """Whether the value is surely the copy as it was made, which cannot be said of one with lists or dicts."""
-        if self.value is not self._copy or self._containers is not None:
-            return False
-        if len(self._tensors) == 1:
-            return version_of(self._tensors[0]) == self._versions[0]
-        return all(map(operator.eq, map(version_of, self._tensors), self._versions))
+        self._version = [*map(version_of, self._tensors)]
+        self._shapes = [tensor.shape for tensor in self._tensors]
 
     def assign(self, value: object, where: str) -> None:
         """Put `value` in place of the copy.
@@ -260,14 +249,20 @@ class Held:
         Raises:
             WriteError: the containers of the copy no longer fit what the model works on.
         """
-        if self.untouched:
-            self.left_alone = True
-            return
+        value = self.value
+        if value is self._copy:
+            version = self._version
+            if type(version) is int:
+                self.left_alone = version_of(value) == version  # type: ignore[arg-type]  # it is a tensor
+            else:  # lists and dicts may have changed
+                self.left_alone = self._containers is None and [*map(version_of, self._tensors)] == version
+            if self.left_alone:
+                return
         if self.fixed is not None:
             raise WriteError(self.fixed)
         now = tensors_of(self.value)
-        if [tensor.shape for tensor in now] != [*self._shapes]:
-            before = [_named(*form) for form in zip(self._shapes, (t.dtype for t in self._tensors), strict=True)]
+        if [tensor.shape for tensor in now] != self._shapes:
+            before = [_named(shape, tensor.dtype) for shape, tensor in zip(self._shapes, self._before(), strict=True)]
             raise WriteError(
                 "what a port holds was changed in a way that the model cannot go on with: it had tensors "
                 f"{before} and has {[describe(tensor) for tensor in now]}."
@@ -279,13 +274,19 @@ class Held:
 
     def changes(self) -> list[torch.Tensor | None] | None:
         """One entry per tensor, None for the untouched ones; None if nothing was touched."""
-        if self.untouched:
-            return None
+        version = self._version
+        if isinstance(version, int):
+            tensor = cast(torch.Tensor, self.value)
+            return [tensor] if tensor is not self._copy or version_of(tensor) != version else None
         changed = [
-            tensor if tensor is not original or version_of(tensor) != version else None
-            for tensor, original, version in zip(tensors_of(self.value), self._tensors, self._versions, strict=True)
+            tensor if tensor is not original or version_of(tensor) != before else None
+            for tensor, original, before in zip(tensors_of(self.value), self._tensors, version, strict=True)
         ]
         return changed if any(tensor is not None for tensor in changed) else None
+
+    def _before(self) -> Leaves:
+        """The tensors of the copy."""
+        return [self._copy] if isinstance(self._copy, torch.Tensor) else self._tensors
 
 
 def _can_change(value: object) -> bool:
