@@ -18,7 +18,7 @@ import torch
 from ..envoy.address import SAMPLES, Port
 from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
-from .generator import SEAT, draws
+from .generator import SEAT, draws, states
 from .hooks import Hooks
 from .mediator import BarrierWait, EndWait, Mediator, StepWait
 from .meetings import Meetings
@@ -59,7 +59,7 @@ class Hub:
         self._modules = [*model.modules()]
         self._compiled = compiled
         self._drew = self._draws = True
-        self._random: torch.Tensor | None = None
+        self._random: list[bytes] | None = None
         self._hooks = Hooks(model, self.fire)
         self._call_module = call or (lambda module, args, kwargs: module(*args, **kwargs))
         self._vocabulary: int | None = None
@@ -164,7 +164,7 @@ class Hub:
             SEAT.leave()
             self._recorder = Recorder()
             self._place.order = self._recorder.places
-            self._random = torch.get_rng_state()
+            self._random = states()
             self._hooks.watch_all()
         if self._draws:
             SEAT.leave()
@@ -391,7 +391,7 @@ class Hub:
     def _see_draws(self) -> None:
         """Note whether the recorded forward drew random numbers of its own."""
         if self._random is not None:
-            self._drew = not torch.equal(self._random, torch.get_rng_state())
+            self._drew = self._random != states()
             self._draws = self._drew or draws(self._modules)
             self._random = None
 

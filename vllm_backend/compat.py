@@ -11,6 +11,7 @@ from vllm.distributed import (
     destroy_model_parallel,
     init_distributed_environment,
     initialize_model_parallel,
+    model_parallel_is_initialized,
 )
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
@@ -64,5 +65,6 @@ __all__ = [
     "init_distributed_environment",
     "initialize_model",
     "initialize_model_parallel",
+    "model_parallel_is_initialized",
     "set_current_vllm_config",
 ]

@@ -8,6 +8,8 @@ the rotary embeddings that vLLM keeps for a whole process, which an engine in th
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from .compat import (
     init_distributed_environment,
     initialize_model,
     initialize_model_parallel,
+    model_parallel_is_initialized,
     set_current_vllm_config,
 )
 
@@ -32,10 +35,8 @@ def mirror(config: VllmConfig) -> ModuleTree:
     """
     dtype = torch.get_default_dtype()
     known = set(ROTARY_EMBEDDINGS)
-    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
-        init_distributed_environment(1, 0, f"file://{Path(folder) / 'rendezvous'}", 0, "gloo")
+    with set_current_vllm_config(config), _one_rank():
         try:
-            initialize_model_parallel(1, 1)
             torch.set_default_dtype(config.model_config.dtype)
             with torch.device("meta"):
                 model = initialize_model(config)
@@ -44,5 +45,19 @@ def mirror(config: VllmConfig) -> ModuleTree:
             torch.set_default_dtype(dtype)
             for key in set(ROTARY_EMBEDDINGS) - known:
                 del ROTARY_EMBEDDINGS[key]
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """The process groups that vLLM's layers ask for. An engine in this process has them, and goes on with them."""
+    if model_parallel_is_initialized():
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        init_distributed_environment(1, 0, f"file://{Path(folder) / 'rendezvous'}", 0, "gloo")
+        try:
+            initialize_model_parallel(1, 1)
+            yield
+        finally:
             destroy_model_parallel()
             destroy_distributed_environment()

@@ -151,11 +151,20 @@ def test_an_edit_is_felt_in_the_compiled_steps_that_follow(engine: Engine) -> No
     assert not same(compiled[-1][0], engine.plain.steps[-1].logits[0])
 
 
+def test_another_model_beside_it_leaves_the_engine_alone(engine: Engine) -> None:
+    """Its module tree is made in this process, where the engine has the process groups that it needs."""
+    other = VLLM(str(tiny_checkpoint("llama", tokenizer=smollm2_path())), **ENGINE)
+    assert other.model.layers[1].address == "model.layers.1"
+    with engine.model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
+        engine.model.model.layers[1].output
+    assert tokens(tracer) == engine.plain.tokens
+
+
 def test_layers_run_the_kernels_of_an_eager_engine_in_an_eager_step_only(engine: Engine) -> None:
     runner = _runner(engine.model)
     norm = runner.model.model.norm
     steps = EagerSteps(runner.model, runner.vllm_config)
     assert cast(Any, norm._forward_method).__name__ == "forward_native"
     kernels = {type(layer).__name__: kernel.__name__ for layer, _, kernel in steps._kernels}
-    assert kernels["RMSNorm"] == "forward_cpu"
+    assert kernels["RMSNorm"] == f"forward_{runner.device.type}"
     assert runner.vllm_config.compilation_config.custom_ops == ["none"]

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
@@ -277,7 +278,9 @@ def plugin_folder(folder: Path) -> Path:
 def run(tmp_path: Path, source: str, processes: int) -> str:
     script = tmp_path / "script.py"
     tests = Path(__file__).parents[1]
-    paths = [plugin_folder(tmp_path / "plugin"), tests, tests.parent / "scripts", os.environ.get("PYTHONPATH", "")]
+    paths = [tests, tests.parent / "scripts", os.environ.get("PYTHONPATH", "")]
+    if not torch.cuda.is_available():
+        paths.append(plugin_folder(tmp_path / "plugin"))
     setting = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(processes),

@@ -63,7 +63,7 @@ def zero(rows: torch.Tensor) -> None:
 
 def vector(rows: torch.Tensor) -> torch.Tensor:
     """One row of numbers that depend on the width alone, the same in this process and in the engine's."""
-    return torch.cos(torch.arange(1, rows.shape[-1] + 1, dtype=torch.float32) ** 2)
+    return torch.cos(torch.arange(1, rows.shape[-1] + 1, dtype=torch.float32) ** 2).to(rows.device)
 
 
 def add(rows: torch.Tensor) -> None:

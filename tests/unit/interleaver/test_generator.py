@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from invivo.interleaver import generator
 from invivo.interleaver.generator import SEAT, Stream, draws
 
 
@@ -42,6 +43,30 @@ def test_a_seat_may_be_kept() -> None:
     SEAT.leave()
     generator = torch.Generator().manual_seed(1)
     assert [first, second] == [torch.rand(1, generator=generator).item() for _ in range(2)]
+
+
+def test_every_generator_is_the_blocks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of a GPU too; the second one here stands for it."""
+    device = torch.Generator().manual_seed(9)
+    monkeypatch.setattr(generator, "defaults", lambda: [torch.default_generator, device])
+    before = generator.states()
+
+    def draw() -> list[float]:
+        return [torch.rand(1).item(), torch.rand(1, generator=device).item()]
+
+    one, other = Stream(1), Stream(2)
+    SEAT.take(one)
+    first = draw()
+    SEAT.take(other)
+    assert draw() != first
+    SEAT.leave()
+    assert generator.states() == before
+    SEAT.take(one)
+    second = draw()
+    SEAT.leave()
+    again = Stream(1)
+    SEAT.take(again)
+    assert [draw(), draw()] == [first, second]
 
 
 def test_leaving_an_empty_seat_does_nothing() -> None:

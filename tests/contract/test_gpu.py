@@ -1,0 +1,134 @@
+"""What only a GPU shows: CUDA graphs, the GPU's random numbers, its memory of keys and values.
+
+The other tests of the contract run on a GPU as they are; this is what they cannot ask on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from invivo import VLLM
+from smollm2 import smollm2_path
+from support.checkpoints import tiny_checkpoint
+
+pytestmark = [pytest.mark.engine, pytest.mark.gpu]
+
+PROMPT = list(range(5, 25))
+STEPS = 6
+ENGINE: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 2**27,
+    "num_gpu_blocks_override": 12,
+    "enable_prefix_caching": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[VLLM]:
+    """An engine with vLLM's defaults, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        with VLLM(str(tiny_checkpoint("llama", tokenizer=smollm2_path())), **ENGINE) as made:
+            yield made.dispatch()
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows with every CUDA graph that is replayed."""
+    seen: list[object] = []
+    replay = torch.cuda.CUDAGraph.replay
+
+    def watched(graph: torch.cuda.CUDAGraph) -> None:
+        seen.append(graph)
+        replay(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", watched)
+    return seen
+
+
+def plain(model: VLLM, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = model.generate(prompts, max_tokens=STEPS, temperature=0, ignore_eos=True, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def test_only_steps_with_modules_go_without_graphs(model: VLLM, replays: list[object]) -> None:
+    def of_a_trace(reads: range) -> int:
+        replays.clear()
+        with model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
+            for step in tracer.iter[:]:
+                if step in reads:
+                    model.model.layers[1].output
+                model.logits
+        return len(replays)
+
+    plain(model, [PROMPT])
+    replays.clear()
+    plain(model, [PROMPT])
+    untraced = len(replays)
+    assert untraced > 0
+    assert of_a_trace(range(0)) == untraced
+    assert of_a_trace(range(STEPS)) == 0
+    assert of_a_trace(range(2, 4)) == untraced - 2
+    replays.clear()
+    plain(model, [PROMPT])
+    assert len(replays) == untraced
+
+
+def test_what_a_block_draws_on_the_gpu_is_its_own(model: VLLM) -> None:
+    def drawn(seed: int) -> list[float]:
+        with model.trace(PROMPT, max_tokens=1, temperature=0, seed=seed):
+            hidden = model.model.layers[0].output[0]
+            numbers = torch.randn(3, device=hidden.device).save()
+        return list(numbers.tolist())
+
+    before = torch.cuda.get_rng_state()
+    first = drawn(1)
+    assert drawn(1) == first != drawn(2)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+def test_nothing_of_an_edit_is_left_in_the_cache(model: VLLM) -> None:
+    """Blocks of keys and values that hold NaN would spoil whoever has them next."""
+    prompts = [[n] * 40 for n in (3, 4, 5, 6)]
+    expected = plain(model, prompts)
+    for _ in range(3):
+        with model.trace([9] * 100, max_tokens=3, temperature=0, ignore_eos=True):
+            model.model.layers[0].output[0][:] = float("nan")
+            spoiled = model.logits.isnan().all().save()
+        assert spoiled
+        assert plain(model, prompts) == expected
+    core: Any = model.engine.llm_engine.engine_core
+    caches = core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches
+    assert not any(bool(cache.isnan().any()) for cache in caches)
+
+
+def test_tensors_of_the_gpu_come_home_as_tensors_of_the_cpu(model: VLLM) -> None:
+    vector = torch.ones(128, dtype=torch.bfloat16)  # goes to the model's device with the block
+    with model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
+        small: list[Any] = []
+        for _ in tracer.iter[:]:
+            hidden = model.model.layers[1].output[0]
+            small.append(hidden[-1] + vector)
+            large = torch.arange(2**20, device=hidden.device)
+        large.save(), small.save()
+    assert {value.device.type for value in [*small, large]} == {"cpu"}
+    assert (len(small), int(large[-1])) == (STEPS, 2**20 - 1)
+
+
+def test_a_tensor_of_another_device_is_refused(model: VLLM) -> None:
+    with pytest.raises(Exception, match=r"on cuda:0, and got bfloat16 \[20, 128\]: the device must be the same"):
+        with model.trace(PROMPT, max_tokens=1, temperature=0):
+            model.model.layers[1].mlp.output = torch.zeros(20, 128, dtype=torch.bfloat16)
+
+
+def test_more_memory_than_the_gpu_has_is_an_error_of_the_block(model: VLLM) -> None:
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        with model.trace(PROMPT, max_tokens=2, temperature=0):
+            torch.empty(10**12, device=model.logits.device)
+    assert len(plain(model, [PROMPT])[0]) == STEPS
