@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -44,12 +45,10 @@ def main() -> int:
     if options.render:
         _write(report.read(JSON))
         return 0
-    measured, failed = _measure(console, options.only or list(PARTS), options.quick)
+    write = options.write or not (options.only or options.quick)
+    measured, failed = _measure(console, options.only or list(PARTS), options.quick, _keep if write else None)
     console.print(f"[dim]{', '.join(f'{name} {value}' for name, value in machine().items())}[/]")
     console.print(report.summary(measured).replace("[", "\\["))
-    if options.write or not (options.only or options.quick):
-        known = report.read(JSON) | measured
-        _write({name: known[name] for name in PARTS if name in known})
     missed = any(figure.met is False for section in measured.values() for figure in section.figures)
     return int(missed or failed)
 
@@ -64,8 +63,10 @@ def _options() -> Namespace:
     return parser.parse_args()
 
 
-def _measure(console: Console, names: list[str], quick: bool) -> tuple[dict[str, report.Section], bool]:
-    """The sections that could be measured, shown as they come, and whether one could not."""
+def _measure(
+    console: Console, names: list[str], quick: bool, keep: Callable[[str, report.Section], None] | None
+) -> tuple[dict[str, report.Section], bool]:
+    """The sections that could be measured, shown and kept as they come, and whether one could not."""
     measured: dict[str, report.Section] = {}
     failed = False
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
@@ -101,12 +102,20 @@ def _measure(console: Console, names: list[str], quick: bool) -> tuple[dict[str,
                     [one for one in found if isinstance(one, Curve)],
                 )
                 measured[name] = section
+                if keep is not None:
+                    keep(name, section)
                 for table in report.tables(section):
                     console.print(table)
                 console.print(f"[dim]{name}: {section.seconds:.0f} s[/]")
         finally:
             bench.close()
     return measured, failed
+
+
+def _keep(name: str, section: report.Section) -> None:
+    """Put one section in the place of what it was: what is measured stays, whatever ends the program."""
+    known = report.read(JSON) | {name: section}
+    _write({name: known[name] for name in PARTS if name in known})
 
 
 def _write(sections: dict[str, report.Section]) -> None:
