@@ -86,6 +86,8 @@ class Lifecycle(ABC, Generic[T]):
         with self._lock:
             self.check_open()
             if self._llm is None:
+                # vLLM forks on GPUs, and a fork has the threads and locks of this process as they happen to be.
+                os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
                 console = Console(stderr=True, force_jupyter=False)
                 began = monotonic()
                 with (

@@ -87,11 +87,11 @@ def test_samples_of_an_asynchronous_engine(async_smollm2: Any, smollm2: Any) -> 
 
 def test_an_error_in_one_sample_of_an_asynchronous_engine(async_smollm2: Any) -> None:
     model = async_smollm2
-    drawn = torch.randn(1, generator=torch.Generator().manual_seed(4))  # what the second one draws
+    drawn = torch.randn(1, generator=torch.Generator().manual_seed(4)).item()  # what the second one draws
     with model.trace(PROMPT, n=2, seed=3, **SAMPLING) as tracer:
         early = [1].save()  # type: ignore[attr-defined]
         noise = torch.randn(1)
-        if noise == drawn:
+        if noise.item() == drawn:
             1 / 0
         late = [2].save()  # type: ignore[attr-defined]
     with pytest.raises(ZeroDivisionError) as caught:
