@@ -37,9 +37,8 @@ def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
     arguments = ["harvest", path, str(tmp_path / "prompts.jsonl"), "--field", "ids", "--out", str(out)]
     arguments += ["--port", "sum(model.layers.*.output)", "--shard-size", "1", "--engine", "dtype=float32"]
     arguments += ["--engine", "max_model_len=128", "--engine", "kv_cache_memory_bytes=134217728"]
-    script = SCRIPT.format(arguments=arguments)
 
-    first = start_script(tmp_path / "first.py", script)
+    first = start_script(tmp_path, SCRIPT, arguments=arguments)
     latest = time.monotonic() + 200
     while not list(out.glob("shard-*")) and time.monotonic() < latest and first.poll() is None:
         time.sleep(0.01)
@@ -49,7 +48,7 @@ def test_the_command_goes_on_after_a_kill(tmp_path: Path) -> None:
     assert 0 < len(killed.prompts) < PROMPTS
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("shard-*")}
 
-    second = start_script(tmp_path / "second.py", script)
+    second = start_script(tmp_path, SCRIPT, arguments=arguments)
     stdout, stderr = second.communicate(timeout=200)
     assert second.returncode == 0, stderr[-4000:]
     assert f"{sum(map(len, prompts)):,} rows of 3 columns from {PROMPTS:,} prompts" in stdout
