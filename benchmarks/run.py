@@ -64,7 +64,7 @@ def _options() -> Namespace:
 
 
 def _measure(
-    console: Console, names: list[str], quick: bool, keep: Callable[[str, report.Section], None] | None
+    console: Console, names: list[str], quick: bool, keep: Callable[[str, report.Section], None] | None = None
 ) -> tuple[dict[str, report.Section], bool]:
     """The sections that could be measured, shown and kept as they come, and whether one could not."""
     measured: dict[str, report.Section] = {}
