@@ -1,4 +1,4 @@
-"""Tensors that several invokes of a trace capture: encoded once, and sent once.
+"""Tensors that several invokes of a trace capture: kept once, and sent once.
 
 A steering vector or the weights of a probe are usually captured by every invoke of a trace. Each of them gets its own
 copy of the value, as of every variable; on the way there is one.
@@ -23,21 +23,19 @@ _SMALL = 4096
 
 
 class Blobs:
-    """Tensors as they are sent; the same one, unchanged, is the same object."""
+    """Tensors as they are sent; those of the same content are the same object.
+
+    The content decides, since a tensor may be changed in ways that torch does not count (through `.numpy()`).
+    """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[torch.Tensor, int, TensorBlob]] = {}
+        self._known: dict[TensorBlob, TensorBlob] = {}
 
     def of(self, tensor: torch.Tensor) -> TensorBlob:
         """A tensor as it is sent. Raises `Refusal`."""
-        version = -1 if tensor.is_inference() else tensor._version
-        known = self._known.get(id(tensor))
-        if known is not None and version >= 0 and known[1] == version:
-            return known[2]
         dtype, shape, array = buffers.elements(tensor)
         blob = TensorBlob(dtype, shape, array.tobytes())
-        self._known[id(tensor)] = tensor, version, blob
-        return blob
+        return self._known.setdefault(blob, blob)
 
 
 def apart(payloads: Sequence[Payload]) -> tuple[list[Payload], tuple[TensorBlob, ...]]:

@@ -1,4 +1,4 @@
-"""Tensors that several blocks capture are encoded once and sent once; each block gets its own."""
+"""Tensors that several blocks capture are kept once and sent once; each block gets its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def payload(*tensors: TensorBlob) -> Payload:
     return Payload(FORMAT, "trace", BLOCK, b"", tensors, 0, ())
 
 
-def test_a_tensor_is_encoded_once_until_it_changes() -> None:
+def test_a_tensor_is_kept_once_until_it_changes() -> None:
     blobs, tensor = Blobs(), torch.ones(2)
     first = blobs.of(tensor)
     assert blobs.of(tensor) is first
@@ -28,12 +28,16 @@ def test_a_tensor_is_encoded_once_until_it_changes() -> None:
     assert changed is not first and changed.data != first.data
 
 
-def test_one_whose_changes_are_not_counted_is_encoded_each_time() -> None:
+def test_changes_that_torch_does_not_count_are_seen() -> None:
     with torch.inference_mode():
         blobs, tensor = Blobs(), torch.ones(2)
         first = blobs.of(tensor)
         tensor += 1
         assert blobs.of(tensor).data != first.data
+    tensor = torch.zeros(2)
+    first = blobs.of(tensor)
+    tensor.numpy()[0] = 5
+    assert blobs.of(tensor).data != first.data
 
 
 def test_what_cannot_be_sent_is_refused() -> None:
