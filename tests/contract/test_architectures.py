@@ -17,6 +17,7 @@ from invivo import VLLM, save
 from smollm2 import smollm2_path
 from support.checkpoints import FAMILIES, tiny_checkpoint
 from support.compare import add, differences, errors, every_edit, find, nudge, tensors, worst, zero
+from support.contract import TINY_ENGINE
 from support.mapping import Reading, Target, readings, targets
 from support.reference import Reference, Trace
 
@@ -24,13 +25,6 @@ pytestmark = pytest.mark.engine
 
 PROMPT = [17, 49_000, 2222, 31, 5, 6, 1234, 777, 4000]
 STEPS = 9
-TINY_ENGINE: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 128,
-    "max_num_seqs": 4,
-    "kv_cache_memory_bytes": 2**27,
-    "enforce_eager": True,
-}
 BOUND = 1e-4
 
 
@@ -74,7 +68,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     layers = cast(Any, reference.model.config).num_hidden_layers
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        with VLLM(str(path), **TINY_ENGINE) as model:
+        with VLLM(str(path), **TINY_ENGINE, enforce_eager=True) as model:
             yield Case(family, model, reference, reference.run(PROMPT, STEPS), layers)
 
 

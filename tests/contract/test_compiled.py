@@ -18,19 +18,13 @@ from invivo.envoy.errors import PortPassedError
 from invivo.vllm_backend.eager import EagerSteps
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
-from support.contract import same, stream, tokens
+from support.contract import TINY_ENGINE, same, stream, tokens
 from support.reference import Reference, Trace
 
 pytestmark = pytest.mark.engine
 
 PROMPT = [17, 49_000, 2222, 31, 5, 6, 1234, 777, 4000]
 STEPS = 6
-ENGINE: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 128,
-    "max_num_seqs": 4,
-    "kv_cache_memory_bytes": 2**27,
-}
 
 
 @dataclass
@@ -47,7 +41,7 @@ def _engine() -> Iterator[Engine]:
     path = tiny_checkpoint("llama", tokenizer=smollm2_path())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        with VLLM(str(path), **ENGINE) as model:
+        with VLLM(str(path), **TINY_ENGINE) as model:
             engine = Engine(model, Reference(path).run(PROMPT, STEPS))
             runner = _runner(model)
             forward = runner.model.model.forward  # vLLM's own models call it in a step that is not compiled
@@ -153,7 +147,7 @@ def test_an_edit_is_felt_in_the_compiled_steps_that_follow(engine: Engine) -> No
 
 def test_another_model_beside_it_leaves_the_engine_alone(engine: Engine) -> None:
     """Its module tree is made in this process, where the engine has the process groups that it needs."""
-    other = VLLM(str(tiny_checkpoint("llama", tokenizer=smollm2_path())), **ENGINE)
+    other = VLLM(str(tiny_checkpoint("llama", tokenizer=smollm2_path())), **TINY_ENGINE)
     assert other.model.layers[1].address == "model.layers.1"
     with engine.model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
         engine.model.model.layers[1].output

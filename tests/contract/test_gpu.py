@@ -14,16 +14,14 @@ import torch
 from invivo import VLLM
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
+from support.contract import TINY_ENGINE
 
 pytestmark = [pytest.mark.engine, pytest.mark.gpu]
 
 PROMPT = list(range(5, 25))
 STEPS = 6
-ENGINE: dict[str, Any] = {
+ENGINE: dict[str, Any] = TINY_ENGINE | {
     "dtype": "bfloat16",
-    "max_model_len": 128,
-    "max_num_seqs": 4,
-    "kv_cache_memory_bytes": 2**27,
     "num_gpu_blocks_override": 12,
     "enable_prefix_caching": False,
 }

@@ -22,6 +22,14 @@ ENGINE: dict[str, Any] = {
 }
 """Arguments of the engines that tests start. Compiling takes a minute; `test_compiled.py` has engines that do."""
 
+TINY_ENGINE: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "kv_cache_memory_bytes": 2**27,
+}
+"""The same for tiny models in this process, compiled unless a test says otherwise."""
+
 PROMPT = "The Eiffel Tower is in the city of"
 OTHER = "The capital of Japan is"
 BOUND = 1e-4
