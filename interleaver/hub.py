@@ -25,7 +25,7 @@ from .meetings import Meetings
 from .modes import Outside
 from .place import Place
 from .recorder import Recorder
-from .values import Change, Held, copies, map_tensors, put_rows
+from .values import Change, Held, Passing, copies, map_tensors, put_rows
 from .windows import Share, broken
 
 ModuleCall = Callable[[torch.nn.Module, "tuple[object, ...]", "dict[str, object]"], object]
@@ -300,37 +300,35 @@ class Hub:
         self._meetings.see_end(mediator)
 
     def _serve(self, waiting: list[Mediator], port: Port, value: object) -> list[Change]:
-        """The turns of blocks at a port, and what they change there.
-
-        There will be more of them if one lets others go on at a barrier, and these ask for this port.
-        """
+        """The turns of blocks at a port, and what they change there. More blocks may come meanwhile, from a barrier."""
         window_of = _last if self._place.sampling else _rows
         changes: list[Change] = []
-        outside = Outside()
+        outside, passing = Outside(), Passing(value, port)
         served = 0
-        while served < len(waiting):
-            windows = [*map(window_of, waiting[served:])]
+        while batch := waiting[served:]:
+            served += len(batch)
+            windows = [*map(window_of, batch)]
             try:
-                made = copies(value, windows, port)
+                made, versions = copies(value, windows, port)
             except UnsupportedError as error:
-                for mediator in waiting[served:]:
+                for mediator in batch:
                     self._turn(mediator, partial(mediator.fail, error))
-                return changes
-            for copy, window in zip(made, windows, strict=True):
-                mediator = waiting[served]
-                served += 1
-                held = Held(copy)
+                continue
+            for mediator, copy, window in zip(batch, made, windows, strict=True):
                 if port.kind == SAMPLES:
-                    held.limit, held.fixed = self._vocabulary, mediator.fixed_samples
+                    passing = Passing(value, port, self._vocabulary, mediator.fixed_samples)
+                held = Held(copy, versions, window, passing)
                 mediator.at_port(port, held, outside)
-                self._went_on(mediator)
-                if held.left_alone or mediator.failure is not None:
-                    continue
-                changed = held.changes()
-                if changed is not None:
+                wait = mediator.wait
+                others = self._waiting.get(wait) if type(wait) is Port else None
+                if others is not None:  # the usual case, which `_went_on` has too
+                    others.append(mediator)
+                else:
+                    self._went_on(mediator)
+                if held.changed is not None and mediator.failure is None:
                     self.edited.add(mediator.request)
                     mediator.edited = mediator.edited or not port.of_step
-                    changes.append((changed, window))
+                    changes.append((held.changed, window))
         return changes
 
     def _missed(self, mediator: Mediator, port: Port) -> None:

@@ -7,6 +7,7 @@ on that thread; nothing blocks.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TypeAlias
@@ -132,7 +133,7 @@ class Mediator(active.Session):
         self.held: Held | None = None
         self._ended = False
         self._result: object = None
-        self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(_padded, _PADDING, self._run))
+        self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(_padded, self._run))
 
     # --- the engine's side
 
@@ -224,11 +225,13 @@ class Mediator(active.Session):
         self.saved = []
 
     def _turn(self, value: object, error: Exception | None = None, outside: Outside | None = None) -> None:
-        block = self._greenlet
+        block, turns = self._greenlet, self._turns
         assert block is not None, "a block that has ended has no turns"
         outside = outside or Outside()
         self.wait = None
-        self._turns.begin(outside)
+        light = turns.light(outside)
+        if not light:
+            turns.begin(outside)
         try:
             if self._guard is not None:
                 given = self._guard.turn(block, value, error)
@@ -237,10 +240,10 @@ class Mediator(active.Session):
             if type(given) in _WAITS:
                 self.wait = given  # type: ignore[assignment]  # one of them
         finally:
-            over = self.wait is None
-            self._turns.end(outside, over=over)
+            if not light:
+                turns.end(outside, over=self.wait is None)
             self.port = self.held = None
-        if over:
+        if self.wait is None:
             self._greenlet = None
             if self._guard is not None:
                 self._leave(self._guard)
@@ -314,6 +317,8 @@ class Mediator(active.Session):
     def stop(self) -> None:
         if self._ended:
             raise StepError("`tracer.stop()` came after the request had ended.")
+        if self.held is not None:
+            self.held.settle()
         self.stopped_at = self.line()
         raise StopBlock
 
@@ -366,17 +371,15 @@ class Mediator(active.Session):
 
 _WAITS = frozenset((Port, StepWait, EndWait, BarrierWait))
 
-_PADDING = 24
-"""Calls through C below a block, of about four C frames each.
+_PADDING: list[Callable[..., object]] = [operator.call] * 40
+"""Calls through C below a block, of two C frames each; all of them take 4 KiB, which are copied at each switch.
 
 An error of torch walks up to 64 frames of the C stack where it is raised. Above the first frame of a greenlet there is
 whatever called it last, not what started it: a walk that gets there crashes the process. So it never gets there.
 """
 
 
-def _padded(depth: int, run: Callable[[object], None], first: object) -> None:
-    """Call `run` with `depth` calls through C around it (`partial` is written in C)."""
-    if depth:
-        partial(_padded, depth - 1, run, first)()
-    else:
-        run(first)
+def _padded(run: Callable[[object], None], first: object) -> None:
+    """Call `run` with the padding around it."""
+    outermost, *others = _PADDING
+    outermost(*others, run, first)

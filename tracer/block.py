@@ -120,7 +120,8 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
         values: cloudpickle bytes of ``{"local": {...}, "global": {...}}``.
         tensors: buffers that `values` refers to by index.
         seed: seed of the random numbers drawn in the block.
-        uses: sources of randomness that the block may draw from (``"random"``, ``"numpy"``, ``"torch"``).
+        uses: what the block may touch of the process: the random numbers of ``"random"``, ``"numpy"`` and ``"torch"``,
+            torch's ``"modes"``; and whether it ``"prints"``.
         group: the other invokes of the trace; None if it is one request by itself.
         streams: the caller takes values saved with ``stream=True`` as they come.
     """

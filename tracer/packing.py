@@ -6,7 +6,7 @@ import re
 import uuid
 
 from ..envoy.envoy import RootEnvoy
-from . import draws
+from . import effects
 from .block import FORMAT, Payload
 from .capture import Captured, Site
 from .check import check_names
@@ -51,13 +51,8 @@ def payload_of(site: Site, encoded: Encoded, seed: int) -> Payload:
         encoded.data,
         encoded.tensors,
         seed,
-        tuple(sorted(encoded.uses | _imported_random(site.block.source) | _drawing(site))),
+        tuple(sorted(encoded.uses | _imported_random(site.block.source) | effects.of_source(site.tree))),
     )
-
-
-def _drawing(site: Site) -> set[str]:
-    """Whether the block itself may draw from torch."""
-    return {draws.TORCH} if draws.in_source(site.tree) else set()
 
 
 def _imported_random(source: str) -> set[str]:
