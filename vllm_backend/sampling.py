@@ -59,7 +59,7 @@ def plain_params(given: dict[str, Any]) -> SamplingParams:
 
 
 def _check_types(params: SamplingParams) -> None:
-    """Refuse what the engine could not read: vLLM looks at few types here, and the thread that reads there would end."""
+    """Refuse what the engine could not read: vLLM checks few types, and the thread that reads there would end."""
     if _arrives(params, SamplingParams):
         return
     for field in structs.fields(SamplingParams):
