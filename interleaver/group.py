@@ -7,6 +7,7 @@ them have ended (`Groups`). A block has its `Member` of it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..envoy.errors import InvokeError
@@ -122,12 +123,13 @@ class Member:
     # --- values handed on
 
     def take(self) -> dict[str, object]:
-        """The values that this block takes from earlier ones.
+        """The values that this block takes from earlier ones; one of several samples takes copies.
 
         Raises:
             InvokeError: one is not there.
         """
         taken = {}
+        memo = {id(value): value for value in self._store.objects.values()}  # these are one object for all
         for name, index in self._group.takes:
             if (index, name) not in self._store.given:
                 why = self._store.missing.get(index, "it has not ended yet")
@@ -136,7 +138,8 @@ class Member:
                     "holds at the end of an earlier invoke is taken over if it may be read before it is assigned; "
                     f"assign `{name}` in this invoke first if it is not meant to."
                 )
-            taken[name] = self._store.given[index, name]
+            value = self._store.given[index, name]
+            taken[name] = _copied(value, memo) if self._group.sampled else value
         return taken
 
     def give(self, scope: Mapping[str, object], failure: BaseException | None) -> None:
@@ -236,6 +239,14 @@ class Member:
             return None
         values: dict[str, object] = read(home.values, home.tensors, shared=self.shared)["home"]
         return values
+
+
+def _copied(value: object, memo: dict[int, Any]) -> object:
+    """A copy of a value and all that is in it; the value itself if it cannot be copied, such as a generator."""
+    try:
+        return deepcopy(value, memo)
+    except Exception:  # objects of any class, whose own code copies them
+        return value
 
 
 def _fill(empty: Any, items: Any) -> None:
