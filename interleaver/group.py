@@ -83,10 +83,16 @@ class GroupStore:
 
 
 class Member:
-    """One block in the store of its trace."""
+    """One block in the store of its trace.
+
+    Attributes:
+        index: its number.
+        mediator: the block itself, once there is one.
+    """
 
     def __init__(self, groups: Groups, store: GroupStore, group: Group) -> None:
         self.index = group.index
+        self.mediator: Mediator | None = None
         self._groups = groups
         self._store = store
         self._group = group
@@ -175,7 +181,8 @@ class Member:
     def stranded(self) -> list[tuple[Mediator, InvokeError]]:
         """Blocks at barriers that cannot fill any more, with the error for each."""
         found = []
-        stuck = sum(map(len, self._store.waiting.values())) == self._store.size - len(self._store.over)
+        coming_to_none = sum(not self._comes_anywhere(index) for index in range(self._store.size))
+        stuck = sum(map(len, self._store.waiting.values())) == self._store.size - coming_to_none
         for barrier, waiting in list(self._store.waiting.items()):
             at = {mediator.index for mediator in waiting}
             coming = [index for index in range(self._store.size) if index not in at and self._may_come(index, barrier)]
@@ -204,7 +211,7 @@ class Member:
 
     def _unmet(self, barrier: str, why: str) -> InvokeError:
         at = sorted({self.index, *(mediator.index for mediator in self._store.waiting.get(barrier, []))})
-        over = sorted(self._store.over)
+        over = [index for index in range(self._store.size) if not self._comes_anywhere(index)]
         return InvokeError(
             f"invoke {self.index} waited at a barrier of {self.count_of(barrier)} blocks, and {why}. "
             f"At the barrier: {_listed(at)}; ended before: {_listed(over)}; the trace has {self._store.size} invokes. "
@@ -213,10 +220,14 @@ class Member:
         )
 
     def _may_come(self, index: int, barrier: str) -> bool:
-        if index in self._store.over:
-            return False
         member = self._store.members.get(index)
-        return member is None or barrier in dict(member._group.barriers)
+        return self._comes_anywhere(index) and (member is None or barrier in dict(member._group.barriers))
+
+    def _comes_anywhere(self, index: int) -> bool:
+        """Whether a block may come to a barrier: it has not ended, and does not wait for the end of its request."""
+        member = self._store.members.get(index)
+        mediator = member.mediator if member is not None else None
+        return index not in self._store.over and (mediator is None or not mediator.waits_for_end)
 
     # --- the end
 
