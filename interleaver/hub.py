@@ -77,13 +77,7 @@ class Hub:
     # --- requests
 
     def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
-        """Take in a block; its first turn comes with the first step of its request.
-
-        Args:
-            request: id of the request.
-            mediator: the block.
-            vocabulary: size of the model's vocabulary, the bound of the token ids that it may write.
-        """
+        """Take in the block of a request, whose first step brings its first turn; `vocabulary` bounds its tokens."""
         self._vocabulary = vocabulary
         self._draws = self._drew or draws(self._modules)
         self.mediators[request] = mediator
@@ -108,6 +102,11 @@ class Hub:
         if not self.mediators:
             self._hooks.clear()
         return mediator
+
+    def left(self, request: str) -> None:
+        """The request has left the engine. Its block gets no step any more, so others need not wait for it."""
+        self.mediators[request].left = True
+        self._guarded(lambda: self._meetings.see_end(self.mediators[request]))
 
     def end(self, request: str, result: object) -> None:
         """The request has ended with `result`: run its block to the end."""
@@ -368,6 +367,7 @@ class Hub:
             self._meetings.see_end(mediator)
         elif isinstance(port, EndWait):
             self._done.add(mediator.request)
+            self._meetings.see_end(mediator)
 
     def _call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a module for a block, on copies, with no port firing."""

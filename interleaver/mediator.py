@@ -94,6 +94,7 @@ class Mediator(active.Session):
         member: its place among the blocks of its trace; None if it is alone.
         index: the number of that place; blocks at the same port have their turns in this order.
         streamed: what it streamed in this step; None if nobody listens, and ``stream=True`` is an ordinary save.
+        left: its request has left the engine, so no further step comes.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Mediator(active.Session):
         self.saved: list[Saved] = []
         self.warnings: list[tuple[str, int]] = []
         self.partial_prompt = False
+        self.left = False
         self.fixed_samples: str | None = None
         self.member: Member | None = None
         self.index = 0
@@ -159,6 +161,11 @@ class Mediator(active.Session):
     def at_barrier(self) -> None:
         """Its turn when all blocks have come to the barrier that it waits at."""
         self._turn(None)
+
+    @property
+    def waits_for_end(self) -> bool:
+        """Whether it goes on when its request has ended, and not before."""
+        return isinstance(self.wait, EndWait) or (self.left and isinstance(self.wait, StepWait))
 
     def end(self, result: object) -> None:
         """The request has ended: let the block run to its end."""

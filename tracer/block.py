@@ -97,6 +97,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
         shared: containers that are one object in all blocks of the trace; the same in each of its payloads.
         home: values to send home with the block that ends last; None if there are none.
         common: tensors that several blocks captured. A backend that sends requests one by one sends these ahead, once.
+        sampled: it is one of several samples (``n``) of its invoke, each of which takes values of its own.
     """
 
     trace: str
@@ -108,6 +109,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     shared: tuple[SharedValues, ...] = ()
     home: Home | None = None
     common: tuple[TensorBlob, ...] = ()
+    sampled: bool = False
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):

@@ -32,6 +32,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 __all__ = [
@@ -46,6 +47,8 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "ModelRunnerOutput",
+    "MsgpackDecoder",
+    "MsgpackEncoder",
     "ParallelLMHead",
     "PauseState",
     "Request",

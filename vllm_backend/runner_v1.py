@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +53,11 @@ class RunnerV1(_Runner):
             return super().execute_model(scheduler_output, *args, **kwargs)
         self._stepping = True
         try:
-            return super().execute_model(scheduler_output, *args, **kwargs)
+            output = super().execute_model(scheduler_output, *args, **kwargs)
+            if output is not None and not scheduler_output.total_num_scheduled_tokens:
+                output = copy(output)  # one object stands for all outputs of steps in which nothing is computed
+                vars(output)[HELD] = self.serving.held
+            return output
         except BaseException:
             self.serving.abandon_step()
             raise

@@ -144,7 +144,7 @@ class _TraceRules(_Scheduler):
     ) -> dict[int, Any]:
         """As in `Scheduler`, with what the blocks did in this engine step known, and their saves on the outputs."""
         self._ended = getattr(model_runner_output, ENDED, frozenset())
-        if self._traced and scheduler_output.total_num_scheduled_tokens > 0:
+        if self._traced and (scheduler_output.total_num_scheduled_tokens > 0 or hasattr(model_runner_output, HELD)):
             self._held = getattr(model_runner_output, HELD, frozenset())
             for request in getattr(model_runner_output, DONE, ()):
                 self._blocks.discard(request)

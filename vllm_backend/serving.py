@@ -89,7 +89,8 @@ class Serving:
     def leave(self, scheduled: object) -> None:
         """Forget the traces of requests that have left, once nobody will ask for their reply."""
         if self.active:
-            self._guarded(lambda: self._traces.leave(self._adapter.finished(scheduled), self._ready()))
+            with torch.inference_mode():  # others that wait for them in vain have a turn
+                self._guarded(lambda: self._traces.leave(self._adapter.finished(scheduled), self._ready()))
 
     def admit(self, scheduled: object) -> None:
         """Take in the traced requests of an engine step."""
