@@ -5,7 +5,7 @@ Import it only after `version.check_version` has passed. Sources are given as fi
 
 from __future__ import annotations
 
-from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -41,6 +41,7 @@ __all__ = [
     "AsyncModelRunnerOutput",
     "AsyncScheduler",
     "AttentionLayerBase",
+    "CUDAGraphMode",
     "CompilationMode",
     "CustomOp",
     "EngineArgs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -108,11 +108,22 @@ class Serving:
     @contextmanager
     def forward(self, padded: int) -> Iterator[None]:
         """The forward runs in this context, on `padded` rows; module by module if a block waits for a module."""
-        hub = self._ready()
-        with self._adapter.eagerly() if hub.needs_modules else nullcontext():
-            hub.pad(padded)
+        with self._adapter.eagerly() if self.needs_modules else nullcontext():
+            self.pad(padded)
             yield
-        hub.forward_done()
+        self.forward_done()
+
+    def pad(self, padded: int) -> None:
+        """The forward runs on this many rows."""
+        self._ready().pad(padded)
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """The forward runs module by module in this context."""
+        return self._adapter.eagerly()
+
+    def forward_done(self) -> None:
+        """The forward is over."""
+        self._ready().forward_done()
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits ``[requests, vocab]``, with the blocks' edits."""
