@@ -8,7 +8,7 @@ all blocks with `InternalError`, and the forward goes on untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -16,7 +16,7 @@ from threading import get_ident
 import torch
 
 from ..envoy.address import SAMPLES, Port
-from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
+from ..envoy.errors import InternalError, LimitError, PortNotReachedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws, states
 from .hooks import Hooks
@@ -151,15 +151,17 @@ class Hub:
 
     # --- one step
 
-    def begin(self, shares: Mapping[str, Share]) -> None:
-        """A step of the model begins; blocks that start now or waited for it get their turn."""
+    def begin(self, shares: Mapping[str, Share], without: Collection[str] = ()) -> None:
+        """A step of the model begins; blocks that start now or waited for it get their turn.
+
+        Args:
+            shares: whose rows are where.
+            without: requests whose blocks get none, or get it later (`enter`).
+        """
         self._shares = shares
         self._place.begin(shares)
         self._thread = get_ident()
-        present = [(request, share) for request, share in shares.items() if request in self.mediators]
-        present.sort(key=lambda item: self.mediators[item[0]].index)  # blocks of one trace, in their order
-        for request, share in present:
-            self._guarded(lambda request=request, share=share: self._begin(request, share))  # type: ignore[misc]
+        present = self.enter(request for request in shares if request not in without)
         if self._learned is None and present and (self.needs_modules or not self._compiled):
             SEAT.leave()
             self._recorder = Recorder()
@@ -168,6 +170,16 @@ class Hub:
             self._hooks.watch_all()
         if self._draws:
             SEAT.leave()
+
+    def enter(self, requests: Iterable[str]) -> list[str]:
+        """The blocks of these requests get their turn at the beginning of the step that has begun."""
+        present = [request for request in requests if request in self.mediators]
+        present.sort(key=lambda request: self.mediators[request].index)  # blocks of one trace, in their order
+        for request in present:
+            self._guarded(partial(self._begin, request, self._shares[request]))
+        if self._place.sampling:
+            SEAT.leave()
+        return present
 
     @property
     def needs_modules(self) -> bool:
@@ -235,6 +247,12 @@ class Hub:
             self.tree.learn(self._learned)
             self._place.learned = True
             self._place.order = self.tree.places
+
+    def end_over(self, request: str, error: LimitError) -> None:
+        """End a block that is over a limit, once the step is over."""
+        mediator = self.mediators[request]
+        mediator.over(error)
+        self._guarded(lambda: self._end_with(mediator, request, error))
 
     def abandon_step(self) -> None:
         """The engine failed in this step: forget the step without running blocks."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FrameType
 from typing import TypeAlias
 
 import greenlet
@@ -18,6 +19,7 @@ from ..envoy.address import Port
 from ..envoy.errors import (
     InternalError,
     InvokeError,
+    LimitError,
     MemoryLimitError,
     PortError,
     PortPassedError,
@@ -177,6 +179,16 @@ class Mediator(active.Session):
     def fail(self, error: Exception) -> None:
         """Raise `error` in the block, at the line where it waits."""
         self._turn(None, error)
+
+    def over(self, error: LimitError) -> None:
+        """It is over a limit: whatever it has its next turn for, it ends with `error`, and lets go of what it held."""
+        if self._guard is not None:
+            self._guard.error = self._guard.error or error
+
+    @property
+    def frame(self) -> FrameType | None:
+        """The innermost of its frames, while it waits."""
+        return self._greenlet.gr_frame if self._greenlet is not None else None
 
     def drop(self, error: BaseException) -> None:
         """End the block from outside, without another turn of the user's code."""

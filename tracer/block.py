@@ -123,6 +123,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
         uses: sources of randomness that the block may draw from (``"random"``, ``"numpy"``, ``"torch"``).
         group: the other invokes of the trace; None if it is one request by itself.
         streams: the caller takes values saved with ``stream=True`` as they come.
+        no_module: the block meets no module, only logits and samples (`meets`).
     """
 
     version: int
@@ -134,6 +135,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
     uses: tuple[str, ...]
     group: Group | None = None
     streams: bool = False
+    no_module: bool = False
 
 
 class TracerHandle:

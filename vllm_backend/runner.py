@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .adapter import NewRequest
+from .ahead import stop_tokens
 from .settings import DONE, ENDED, HELD, KEY, SAVES
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class TracedRunner(_Runner):
         if not sampled or not self.serving.active:
             return output
         serving = self.serving
+        serving.sampled(output)
         told = {SAVES: serving.cargo(), ENDED: serving.ended, DONE: serving.take_done(), HELD: serving.held}
         vars(getattr(output, self._completed, output)).update({name: what for name, what in told.items() if what})
         return output
@@ -76,6 +78,7 @@ def new_requests(scheduled: SchedulerOutput) -> Sequence[NewRequest]:
             extra[KEY],
             new.sampling_params.num_logprobs is not None,
             not new.sampling_params.skip_reading_prefix_cache,
+            stop_tokens(new.sampling_params),
         )
         for new in scheduled.scheduled_new_reqs
         if new.sampling_params is not None and KEY in (extra := new.sampling_params.extra_args or {})

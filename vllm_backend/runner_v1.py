@@ -105,6 +105,14 @@ class AdapterV1:
             rows,
         )
 
+    def tokens(self, output: Any) -> Mapping[str, int]:
+        """See `RunnerAdapter`."""
+        output.async_copy_ready_event.synchronize()
+        sampled = output.sampled_token_ids_cpu[:, 0].tolist()
+        without = {*output._invalid_req_indices}
+        names = output._model_runner_output.req_ids
+        return {name: token for at, (name, token) in enumerate(zip(names, sampled)) if at not in without}  # noqa: B905
+
     def compiled(self) -> bool:
         """See `RunnerAdapter`."""
         return bool(self._runner.vllm_config.compilation_config.mode)  # NONE is 0

@@ -199,8 +199,19 @@ class AdapterV2:
         """See `RunnerAdapter`; the order is that of the batch, which V2 sorts."""
         batch, states = self._runner.batch, self._runner.req_states
         at = batch.idx_mapping_np
-        starts = np.concatenate(([0], np.cumsum(batch.num_scheduled_tokens)))
+        starts = [0, *np.cumsum(batch.num_scheduled_tokens).tolist()]
         return shares(batch.req_ids, starts, states.num_computed_tokens_np[at], states.prompt_len.np[at], rows)
+
+    def tokens(self, output: Any) -> Mapping[str, int]:
+        """See `RunnerAdapter`."""
+        output.copy_event.synchronize()
+        found = zip(
+            output.model_runner_output.req_ids,
+            output.sampled_token_ids[:, 0].tolist(),
+            output.num_sampled_tokens_np.tolist(),
+            strict=True,
+        )
+        return {name: token for name, token, count in found if count}
 
     def compiled(self) -> bool:
         """See `RunnerAdapter`; a graph of the whole model calls no module, whether that was compiled or not."""

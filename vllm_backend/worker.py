@@ -12,6 +12,7 @@ from .serving import Serving
 from .settings import asked_for, limits_of
 
 if TYPE_CHECKING:
+    from .adapter import RunnerAdapter
     from .compat import WorkerWrapperBase
 
 
@@ -27,6 +28,7 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     runner = worker.model_runner
     kind = type(runner)
     mixin: type[RunnerV1 | RunnerV2]
+    adapter: RunnerAdapter
     if hasattr(kind, "_bookkeeping_sync"):
         mixin, adapter = RunnerV1, AdapterV1(runner)
     elif hasattr(kind, "gather_batch_req_state"):
@@ -39,7 +41,8 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     runner.__class__ = type(f"Traced{kind.__name__}", (mixin, kind), {})
     config: Any = wrapper.vllm_config
     limits = limits_of(config.additional_config)
-    serving = Serving(adapter, config.model_config.get_vocab_size(), limits)
+    ahead = bool(config.scheduler_config.async_scheduling)
+    serving = Serving(adapter, config.model_config.get_vocab_size(), limits, ahead=ahead)
     runner.serving = serving
     worker.invivo_collect = serving.collect
     worker.invivo_fetch = serving.outbox.fetch

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from invivo import VLLM
+from invivo import VLLM, MemoryLimitError
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
 from support.contract import TINY_ENGINE
@@ -48,6 +48,11 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", watched)
     return seen
+
+
+def runner(model: VLLM) -> Any:
+    core: Any = model.engine.llm_engine.engine_core
+    return core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def plain(model: VLLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -101,9 +106,7 @@ def test_nothing_of_an_edit_is_left_in_the_cache(model: VLLM) -> None:
             spoiled = model.logits.isnan().all().save()
         assert spoiled
         assert plain(model, prompts) == expected
-    core: Any = model.engine.llm_engine.engine_core
-    caches = core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches
-    assert not any(bool(cache.isnan().any()) for cache in caches)
+    assert not any(bool(cache.isnan().any()) for cache in runner(model).kv_caches)
 
 
 def test_tensors_of_the_gpu_come_home_as_tensors_of_the_cpu(model: VLLM) -> None:
@@ -130,3 +133,20 @@ def test_more_memory_than_the_gpu_has_is_an_error_of_the_block(model: VLLM) -> N
         with model.trace(PROMPT, max_tokens=2, temperature=0):
             torch.empty(10**12, device=model.logits.device)
     assert len(plain(model, [PROMPT])[0]) == STEPS
+
+
+def test_what_a_block_holds_on_the_gpu_is_bounded(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def holding(mib: int) -> None:
+        with model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
+            kept = [torch.empty(mib << 20, dtype=torch.uint8, device=model.logits.device) for _ in tracer.iter[:]]
+            len(kept)
+
+    holding(1)
+    monkeypatch.setattr(runner(model).serving._device_limit, "_limit", 256 << 20)
+    before = torch.cuda.memory_allocated()
+    holding(40)
+    with pytest.raises(MemoryLimitError, match=r"holds 30\d\.\d MiB of the GPU's memory, and the limit is 256\.0 MiB"):
+        holding(100)
+    assert torch.cuda.memory_allocated() < before + (40 << 20)
+    assert len(plain(model, [PROMPT])[0]) == STEPS
+    model.check_integrity()
