@@ -1,9 +1,9 @@
 """What blocks hold on the GPU.
 
-The allocator of torch tells what all tensors of the process have there, in a few microseconds. So that is asked once
-in an engine step, and only when it has grown by as much as one block may hold are the blocks looked at themselves:
-the tensors in their variables, in what they saved, and in containers and objects there. An allocation that is
-more than there is fails at once, at the block's own line.
+The allocator of torch tells what all tensors of the process have there, in some microseconds. So that is asked once
+between two engine steps, and only when it has grown by as much as one block may hold are the blocks looked at
+themselves: the tensors in their variables, in what they saved, and in containers and objects there. If only one
+block runs, all that has grown is its. An allocation of more than there is fails at once, at the block's own line.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ class DeviceLimit:
         if grown <= self._look:
             return {}
         held = {name: held_by(block, self._counts) for name, block in blocks.items() if not block.done}
+        if len(held) == 1:
+            held = dict.fromkeys(held, grown)  # a list that is being made is in no variable yet
         found = {name: self._error(size) for name, size in held.items() if size > self._most}
         if not found and grown > self._all and any(held.values()):
             name = max(held, key=lambda name: held[name])

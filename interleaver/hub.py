@@ -8,7 +8,8 @@ all blocks with `InternalError`, and the forward goes on untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -47,6 +48,7 @@ class Hub:
         mediators: the blocks by request.
         ended: requests whose block ended them (by an exception or `stop`) and that the engine has yet to end.
         edited: requests whose block changed what the model computes; the engine takes them out once they are gone.
+        served: ports of modules that were waited for when they fired in this step.
     """
 
     def __init__(self, model: torch.nn.Module, call: ModuleCall | None = None, *, compiled: bool = False) -> None:
@@ -54,6 +56,7 @@ class Hub:
         self.mediators: dict[str, Mediator] = {}
         self.ended: set[str] = set()
         self.edited: set[str] = set()
+        self.served: set[Port] = set()
         self._grouped: dict[str, Mediator] = {}
         self._done: set[str] = set()
         self._modules = [*model.modules()]
@@ -159,6 +162,7 @@ class Hub:
             without: requests whose blocks get none, or get it later (`enter`).
         """
         self._shares = shares
+        self.served.clear()
         self._place.begin(shares)
         self._thread = get_ident()
         present = self.enter(request for request in shares if request not in without)
@@ -185,6 +189,20 @@ class Hub:
     def needs_modules(self) -> bool:
         """Whether a block waits for a module in this step. If not, the forward may run without hooks."""
         return any(not port.of_step for port in self._waiting)
+
+    @property
+    def wanted(self) -> list[Port]:
+        """Ports of modules that blocks wait for."""
+        return [port for port in self._waiting if not port.of_step]
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Modules that run in this context are none of the blocks' business."""
+        inside, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = inside
 
     def pad(self, total: int) -> None:
         """The tensors of this step have `total` rows, some of them behind those of all requests."""
@@ -216,6 +234,8 @@ class Hub:
         if waiting is None:
             return None
         self._place.at(port)
+        if not port.of_step:
+            self.served.add(port)
         if len(waiting) > 1:
             waiting.sort(key=_index)
         replaced: object = None
@@ -249,7 +269,7 @@ class Hub:
             self._place.order = self.tree.places
 
     def end_over(self, request: str, error: LimitError) -> None:
-        """End a block that is over a limit, once the step is over."""
+        """End a block that is over a limit, between two steps."""
         mediator = self.mediators[request]
         mediator.over(error)
         self._guarded(lambda: self._end_with(mediator, request, error))
@@ -391,12 +411,9 @@ class Hub:
 
     def _call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run a module for a block, on copies, with no port firing."""
-        inside, self._inside = self._inside, True
-        try:
+        with self.aside():
             copies = map_tensors((args, kwargs), torch.Tensor.clone)
             return self._call_module(self._hooks.module(address), *copies)  # type: ignore[misc]
-        finally:
-            self._inside = inside
 
     def _guarded(self, action: Callable[[], object]) -> object:
         """Run an action of the hub; its own errors end every block but never the engine."""

@@ -6,8 +6,8 @@ graphs how to run the step (`dispatch`), prepares the inputs, and replays a grap
 `execute_model`, too, as dummy runs.
 
 How a step is run is decided inside of `execute_model`, so for a step in which a block waits for a module two parts of
-the runner are replaced for the time of the call: the manager by one that knows no graph, and the model by one that
-runs module by module.
+the runner are replaced for the time of the call: the model by one that runs module by module, and the manager by one
+that knows no graphs but those in pieces (`graphs`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..interleaver.windows import Share, shares
 from .adapter import NewRequest
 from .compat import CUDAGraphMode
 from .eager import EagerSteps
+from .graphs import Graphs
 from .runner import TracedRunner, leaving, new_requests
 
 if TYPE_CHECKING:
@@ -37,6 +38,13 @@ if TYPE_CHECKING:
         model: Any
         cudagraph_manager: Any
         sampler: Any
+        vllm_config: Any
+        lora_config: Any
+        is_encoder_decoder: bool
+        uses_inputs_embeds: bool
+        use_pp: bool
+        ubatch_runner: Any
+        dp_size: int
 
         def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> tuple[Any, Any]: ...
         def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -50,9 +58,11 @@ class RunnerV2(TracedRunner, _Runner):
 
     Attributes:
         batch: states of the requests of the engine step (`BatchReqState`), once they are gathered.
+        pieces: the graphs of steps with modules, once there are any.
     """
 
     batch: Any = None
+    pieces: Graphs | None = None
     _completed = "model_runner_output"
     _begun = False
 
@@ -86,9 +96,20 @@ class RunnerV2(TracedRunner, _Runner):
             self._begun = True
             self.serving.begin(self.batch.num_tokens)
             if self.serving.needs_modules:
+                graphs = None if self.batch.has_prefill or self.serving.hub.learned is None else self._graphs()
                 self.model = _Eager(self.model, self.serving)
-                self.cudagraph_manager = _NoGraphs(self.cudagraph_manager)
+                self.cudagraph_manager = _Manager(self.cudagraph_manager, self.serving, graphs)
         return gathered
+
+    def _graphs(self) -> Graphs | None:
+        """The graphs of steps with modules; None where they would not be right."""
+        others = (self.lora_config, self.is_encoder_decoder, self.uses_inputs_embeds, self.use_pp, self.ubatch_runner)
+        mode = self.vllm_config.compilation_config.cudagraph_mode
+        if any(others) or self.dp_size > 1 or mode == CUDAGraphMode.NONE:
+            return None
+        if self.pieces is None:
+            self.pieces = Graphs(self.model)
+        return self.pieces
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """As in vLLM."""
@@ -129,19 +150,26 @@ class _Eager(_StandIn):
             return self._part(*args, **kwargs)
 
 
-class _NoGraphs(_StandIn):
-    """The manager of the CUDA graphs, for a step without one."""
+class _Manager(_StandIn):
+    """The manager of the CUDA graphs, for a step with modules: without one of its own graphs, or with `graphs`."""
+
+    def __init__(self, part: Any, serving: Serving, graphs: Graphs | None) -> None:
+        super().__init__(part, serving)
+        self._graphs = graphs
 
     def dispatch(self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """How to run such a batch, as in a step for which vLLM itself wants no graph."""
-        return dataclasses.replace(
-            self._part.dispatch(num_reqs, num_tokens, *args, **kwargs),
-            cg_mode=CUDAGraphMode.NONE,
-            num_tokens=num_tokens,
-            num_reqs=num_reqs,
-            uniform_token_count=None,
-            max_query_len=None,
-        )
+        """How to run such a batch: as where vLLM itself wants no graph, or as where graphs leave attention out."""
+        found = self._part.dispatch(num_reqs, num_tokens, *args, **kwargs)
+        found = dataclasses.replace(found, uniform_token_count=None, max_query_len=None)
+        if self._graphs is None or found.cg_mode == CUDAGraphMode.NONE:
+            return dataclasses.replace(found, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs)
+        return dataclasses.replace(found, cg_mode=CUDAGraphMode.PIECEWISE, num_reqs=None)
+
+    def run_pw_graph(self, model: Any, model_inputs: dict[str, Any]) -> Any:
+        """The forward of such a batch."""
+        assert self._graphs is not None and self._serving is not None
+        rows = model_inputs["input_ids"].shape[0]
+        return self._graphs.run(rows, self._serving.hub, lambda: model(**model_inputs))
 
 
 class _Sampler(_StandIn):

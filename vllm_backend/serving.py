@@ -112,6 +112,11 @@ class Serving:
         self._guarded(partial(self._begin, rows))
 
     @property
+    def hub(self) -> Hub:
+        """Where the blocks meet the model."""
+        return self._ready()
+
+    @property
     def needs_modules(self) -> bool:
         """Whether a block waits for a module in the step that has begun."""
         return self._ready().needs_modules
@@ -148,10 +153,7 @@ class Serving:
 
     def finish_step(self) -> None:
         """The tokens of the engine step are sampled."""
-        hub = self._ready()
-        hub.finish_step()
-        if self._device_limit is not None:
-            self._guarded(partial(self._check_device, self._device_limit))
+        self._ready().finish_step()
 
     def sampled(self, output: object) -> None:
         """What the runner gave for the engine step; with asynchronous scheduling, its tokens are still on their way."""
@@ -213,6 +215,8 @@ class Serving:
     # --- inside
 
     def _begin(self, rows: int) -> None:
+        if self._device_limit is not None:
+            self._check_device(self._device_limit)
         hub, shares = self._ready(), self._adapter.shares(rows)
         if self._ahead is None:
             hub.begin(shares)

@@ -105,13 +105,18 @@ def test_blocks_are_looked_at_only_when_the_gpu_has_grown_by_the_limit() -> None
         return {"kept": kept}
 
     gpu = Gpu()
-    hub, _ = waiting(body)
+    hub, one = waiting(body)
+    other, _ = waiting(lambda mediator: {"nothing": mediator.advance(1)})
+    blocks = {"a": one, "b": other.mediators["a"]}
     half = limit(0.5, gpu)
     gpu.used += 49 * MIB
-    assert half.over(hub.mediators) == {}
-    gpu.used += 5 * MIB  # over half of what there was; the block has less, and the rest is not its own
-    assert half.over(hub.mediators) == {} and half._look > 54 * MIB
+    assert half.over(blocks) == {}
+    gpu.used += 5 * MIB  # over half of what there was; no block has as much
+    assert half.over(blocks) == {} and half._look > 54 * MIB
     gpu.used += 50 * MIB  # hardly anything is left for the engine
-    (error,) = half.over(hub.mediators).values()
-    assert "with other blocks" in str(error)
-    hub.remove("a")
+    ((name, error),) = half.over(blocks).items()
+    assert name == "a" and "with other blocks" in str(error)
+    alone = limit(0.5, gpu)
+    gpu.used += 51 * MIB
+    assert "holds 51.0 MiB" in str(alone.over(hub.mediators)["a"])
+    hub.remove("a"), other.remove("a")

@@ -92,7 +92,7 @@ class Plain:
         return "output"
 
     def gather_batch_req_state(self, scheduled: Any, dummy_run: bool) -> Any:
-        return SimpleNamespace(num_tokens=5), None
+        return SimpleNamespace(num_tokens=5, has_prefill=True), None
 
     def sample(self, logits: Any) -> Any:
         return self.sampler(logits, None)
