@@ -1,11 +1,10 @@
 """CUDA graphs for steps in which blocks wait for modules: the forward in pieces, with breaks at just those ports.
 
-A step with a module runs module by module, which on a GPU costs ten times what a graph of the model does. Decoding
+A step with a module runs module by module, which on a GPU costs several times what a graph of the model does. Decoding
 blocks ask for the same ports in step after step, though. So when a batch of some size was served at the same ports
-twice, the forward is captured as a list of graphs that ends and begins anew at each of these ports, and at each
-attention layer, whose kernels depend on the lengths of the requests. Such steps then replay these pieces; at a port the
-blocks have their turns on the memory that the piece before has filled, and what they leave goes into memory of its own,
-which the next piece reads: an edit replaces, as everywhere.
+twice, the forward is captured as a list of graphs that ends and begins anew at each of these ports. Such steps then
+replay these pieces; at a port the blocks have their turns on the memory that the piece before has filled, and what they
+leave goes into memory of its own, which the next piece reads: an edit replaces, as everywhere.
 
 A block may ask for a port at which there is no break. If it does so before the forward, the step runs module by module.
 If it does so later, the forward is run again from its beginning, module by module; ports that were served already are
@@ -26,11 +25,12 @@ import torch
 
 from ..interleaver.hooks import Hooks
 from ..interleaver.values import map_tensors, tensors_of
-from .compat import AttentionLayerBase
 
 if TYPE_CHECKING:
     from ..envoy.address import Port
     from ..interleaver.hub import Hub
+
+Prepare = Callable[[bool], Callable[[], object]]
 
 _KEPT = 16
 """Captured forwards that are kept; the one that was not used for the longest time goes first."""
@@ -75,29 +75,27 @@ class Graphs:
         self._model = model
         self._graph = graph or torch.cuda.CUDAGraph
         self._on_gpu = graph is None
-        self._layers = [layer for layer in model.modules() if isinstance(layer, AttentionLayerBase)]
         self._pool: Any = None
         self._forwards: OrderedDict[tuple[int, frozenset[Port]], _Forward] = OrderedDict()
         self._seen: Counter[tuple[int, frozenset[Port]]] = Counter()
-        self._unfit = not self._layers
+        self._unfit = False
         self._left: dict[Port, list[object]] = {}
-        self._forms: list[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]] = []
 
-    def run(self, rows: int, hub: Hub, call: Callable[[], object]) -> object:
+    def run(self, rows: int, hub: Hub, prepare: Prepare) -> object:
         """The forward of a step that decodes, in which some block waits for a module.
 
         Args:
             rows: of the batch, with padding.
             hub: of the blocks.
-            call: calls the model on the inputs of the step, module by module.
+            prepare: makes ready to call the model on the inputs of the step, module by module; if that is to be
+                captured, so that it will be right for whatever is in the same memory then.
         """
         if self._unfit:
-            return call()
+            return prepare(False)()
         key, forward = self._fitting(rows, hub)
         if forward is not None:
-            return self._replay(key[1], forward, hub, call)
-        with self._watched_layers():
-            output = call()
+            return self._replay(key[1], forward, hub, prepare)
+        output = prepare(False)()
         key = (rows, frozenset(hub.served))
         if key[1] and len(key[1]) <= _MOST_PORTS and key not in self._forwards:
             if len(self._seen) > _REMEMBERED:
@@ -105,7 +103,7 @@ class Graphs:
             self._seen[key] += 1
             if self._seen[key] >= _TWICE:
                 with hub.aside():
-                    self._try_capture(key, hub, call)
+                    self._try_capture(key, prepare)
         return output
 
     def _fitting(self, rows: int, hub: Hub) -> tuple[tuple[int, frozenset[Port]], _Forward | None]:
@@ -119,13 +117,13 @@ class Graphs:
 
     # --- replay
 
-    def _replay(self, breaks: frozenset[Port], forward: _Forward, hub: Hub, call: Callable[[], object]) -> object:
+    def _replay(self, breaks: frozenset[Port], forward: _Forward, hub: Hub, prepare: Prepare) -> object:
         self._hub, self._breaks = hub, breaks
         try:
             for piece in forward.pieces:
                 piece()
         except Missed:
-            return self._again(call)
+            return self._again(prepare(False))
         finally:
             self._left = {}
         return forward.output
@@ -151,39 +149,9 @@ class Graphs:
 
     # --- capture
 
-    @contextmanager
-    def _watched_layers(self) -> Iterator[None]:
-        """Note what attention layers return."""
-
-        def watched(forward: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                output = forward(*args, **kwargs)
-                if isinstance(output, torch.Tensor):
-                    self._forms.append((output.shape, output.stride(), output.dtype, output.device))
-                else:
-                    self._unfit = True
-                return output
-
-            return run
-
-        self._forms = []
-        with self._replaced(watched):
-            yield
-
-    @contextmanager
-    def _replaced(self, made: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-        """Attention layers run something else in this context."""
-        for layer in self._layers:
-            vars(layer)["forward"] = made(layer.forward)
+    def _try_capture(self, key: tuple[int, frozenset[Port]], prepare: Prepare) -> None:
         try:
-            yield
-        finally:
-            for layer in self._layers:
-                vars(layer).pop("forward", None)
-
-    def _try_capture(self, key: tuple[int, frozenset[Port]], hub: Hub, call: Callable[[], object]) -> None:
-        try:
-            forward = self._capture(key[1], call)
+            forward = self._capture(key[1], prepare(True))
         except Exception:
             self._unfit = True
             self._forwards.clear()
@@ -195,7 +163,7 @@ class Graphs:
         del self._seen[key]
 
     def _capture(self, ports: frozenset[Port], call: Callable[[], object]) -> _Forward:
-        forward, forms = _Forward(), iter(self._forms)
+        forward = _Forward()
         graph: Any = None
 
         def begin() -> None:
@@ -217,24 +185,13 @@ class Graphs:
             begin()
             return goes_on
 
-        def attention(original: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
-                end()
-                shape, stride, dtype, device = next(forms)
-                output = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-                forward.pieces.append(lambda: output.copy_(original(*args, **kwargs)))
-                begin()
-                return output
-
-            return run
-
         hooks = Hooks(self._model, tap)
         for port in ports:
             hooks.watch(port)
         collects = gc.isenabled()
         gc.disable()
         try:
-            with self._side_stream(), self._replaced(attention), warnings.catch_warnings():
+            with self._side_stream(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of graphs with nothing in them, between two breaks
                 begin()
                 try:

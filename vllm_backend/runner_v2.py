@@ -13,9 +13,9 @@ that knows no graphs but those in pieces (`graphs`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +23,7 @@ import torch
 
 from ..interleaver.windows import Share, shares
 from .adapter import NewRequest
-from .compat import CUDAGraphMode
+from .compat import CUDAGraphMode, set_forward_context
 from .eager import EagerSteps
 from .graphs import Graphs
 from .runner import TracedRunner, leaving, new_requests
@@ -45,9 +45,16 @@ if TYPE_CHECKING:
         use_pp: bool
         ubatch_runner: Any
         dp_size: int
+        model_config: Any
+        model_state: Any
+        req_states: Any
+        attn_groups: Any
+        kv_cache_config: Any
 
         def gather_batch_req_state(self, scheduler_output: SchedulerOutput, dummy_run: bool) -> tuple[Any, Any]: ...
         def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any: ...
+        def prepare_attn(self, input_batch: Any) -> Any: ...
+        def get_model(self) -> torch.nn.Module: ...
         def sample(self, *args: Any, **kwargs: Any) -> Any: ...
 else:
     _Runner = object
@@ -63,6 +70,8 @@ class RunnerV2(TracedRunner, _Runner):
 
     batch: Any = None
     pieces: Graphs | None = None
+    _inputs: Any = None
+    _tables: Any = None
     _completed = "model_runner_output"
     _begun = False
 
@@ -96,27 +105,71 @@ class RunnerV2(TracedRunner, _Runner):
             self._begun = True
             self.serving.begin(self.batch.num_tokens)
             if self.serving.needs_modules:
-                graphs = None if self.batch.has_prefill or self.serving.hub.learned is None else self._graphs()
+                graphs = None
+                if not self.batch.has_prefill and self.serving.hub.learned is not None and self.can_capture:
+                    graphs = self._in_pieces
                 self.model = _Eager(self.model, self.serving)
-                self.cudagraph_manager = _Manager(self.cudagraph_manager, self.serving, graphs)
+                self.cudagraph_manager = _Manager(self.cudagraph_manager, graphs)
         return gathered
 
-    def _graphs(self) -> Graphs | None:
-        """The graphs of steps with modules; None where they would not be right."""
-        others = (self.lora_config, self.is_encoder_decoder, self.uses_inputs_embeds, self.use_pp, self.ubatch_runner)
-        mode = self.vllm_config.compilation_config.cudagraph_mode
-        if any(others) or self.dp_size > 1 or mode == CUDAGraphMode.NONE:
-            return None
+    @property
+    def can_capture(self) -> bool:
+        """Whether steps with modules may be captured: not under what does more around a forward than calling it."""
+        more = (self.lora_config, self.is_encoder_decoder, self.uses_inputs_embeds, self.use_pp, self.ubatch_runner)
+        prefetch = self.vllm_config.offload_config.prefetch.offload_group_size
+        return not any(more) and not prefetch and self.dp_size == 1 and not self.model_config.enable_sleep_mode
+
+    def _in_pieces(self, rows: int) -> object:
         if self.pieces is None:
-            self.pieces = Graphs(self.model)
-        return self.pieces
+            self.pieces = Graphs(self.get_model())
+        return self.pieces.run(rows, self.serving.hub, self._prepared)
+
+    def _prepared(self, capture: bool) -> Callable[[], object]:
+        """Make ready to call the model on the inputs of this step, as `execute_model` does.
+
+        What is captured must not depend on the lengths of this step. vLLM says so when it makes its attention's
+        metadata (`for_capture`), for which some kinds of attention write into the inputs.
+        """
+        batch, model = self._inputs, self.model
+        blocks, slots = self._tables
+        with self._kept(capture):
+            made = self.model_state.prepare_attn(
+                batch, CUDAGraphMode.FULL, blocks, slots, self.attn_groups, self.kv_cache_config, for_capture=capture
+            )
+        groups = zip(slots, self.kv_cache_config.kv_cache_groups, strict=False)
+        slot_of = {name: slot for slot, group in groups for name in group.layer_names}
+        inputs = {"input_ids": batch.input_ids, "positions": batch.positions, "inputs_embeds": None}
+        inputs |= {"intermediate_tensors": None, **self.model_state.prepare_inputs(batch, self.req_states)}
+
+        def call() -> object:
+            rows, padding = batch.num_tokens_after_padding, batch.is_padding
+            with set_forward_context(made, self.vllm_config, rows, slot_mapping=slot_of, is_padding=padding):
+                return model(**inputs)
+
+        return call
+
+    @contextmanager
+    def _kept(self, really: bool) -> Iterator[None]:
+        """The inputs of the step are afterwards what they were before."""
+        batch, (blocks, slots) = self._inputs, self._tables
+        tensors = [batch.seq_lens, batch.query_start_loc, batch.positions, batch.input_ids, slots, *blocks]
+        before = [tensor.clone() for tensor in tensors] if really else []
+        yield
+        for tensor, value in zip(tensors, before, strict=False):
+            tensor.copy_(value)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """As in vLLM."""
         inputs = super().prepare_inputs(*args, **kwargs)
         if self._begun:
+            self._inputs = inputs
             self.serving.pad(inputs.num_tokens_after_padding)
         return inputs
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        """As in vLLM."""
+        self._tables = super().prepare_attn(input_batch)
+        return self._tables
 
     def sample(self, *args: Any, **kwargs: Any) -> Any:
         """As in vLLM, with the blocks' turns before and after the sampler."""
@@ -151,25 +204,24 @@ class _Eager(_StandIn):
 
 
 class _Manager(_StandIn):
-    """The manager of the CUDA graphs, for a step with modules: without one of its own graphs, or with `graphs`."""
+    """The manager of the CUDA graphs, for a step with modules: as if it had none, or with `graphs` for its own."""
 
-    def __init__(self, part: Any, serving: Serving, graphs: Graphs | None) -> None:
-        super().__init__(part, serving)
+    def __init__(self, part: Any, graphs: Callable[[int], object] | None) -> None:
+        super().__init__(part)
         self._graphs = graphs
 
     def dispatch(self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """How to run such a batch: as where vLLM itself wants no graph, or as where graphs leave attention out."""
+        """How to run such a batch."""
         found = self._part.dispatch(num_reqs, num_tokens, *args, **kwargs)
-        found = dataclasses.replace(found, uniform_token_count=None, max_query_len=None)
-        if self._graphs is None or found.cg_mode == CUDAGraphMode.NONE:
-            return dataclasses.replace(found, cg_mode=CUDAGraphMode.NONE, num_tokens=num_tokens, num_reqs=num_reqs)
-        return dataclasses.replace(found, cg_mode=CUDAGraphMode.PIECEWISE, num_reqs=None)
+        if self._graphs is not None and found.cg_mode == CUDAGraphMode.FULL:
+            return found
+        none = {"cg_mode": CUDAGraphMode.NONE, "uniform_token_count": None, "max_query_len": None}
+        return dataclasses.replace(found, num_tokens=num_tokens, num_reqs=num_reqs, **none)
 
-    def run_pw_graph(self, model: Any, model_inputs: dict[str, Any]) -> Any:
-        """The forward of such a batch."""
-        assert self._graphs is not None and self._serving is not None
-        rows = model_inputs["input_ids"].shape[0]
-        return self._graphs.run(rows, self._serving.hub, lambda: model(**model_inputs))
+    def run_fullgraph(self, desc: Any) -> Any:
+        """The forward of a batch that `dispatch` wants a graph of the whole model for."""
+        assert self._graphs is not None
+        return self._graphs(desc.num_tokens)
 
 
 class _Sampler(_StandIn):

@@ -358,7 +358,7 @@ def test_nobody_more_is_let_in_for_those_that_are_left_out(busy: tuple[VLLM, See
 def test_a_trace_that_is_preempted_again_and_again_ends(busy: tuple[VLLM, Seen]) -> None:
     model, seen = busy
     seen.to_preempt, seen.spared = 3, set()
-    with pytest.raises(PreemptedError, match="had to end before step 2"):
+    with pytest.raises(PreemptedError, match=r"had to end before step [23]"):
         edited_run(model)
     assert seen.preempted["traced"] == 3
 

@@ -60,7 +60,11 @@ def plain(model: VLLM, prompts: list[list[int]]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_only_steps_with_modules_go_without_graphs(model: VLLM, replays: list[object]) -> None:
+def test_only_steps_with_modules_go_without_graphs(
+    model: VLLM, replays: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(runner(model)), "can_capture", False, raising=False)
+
     def of_a_trace(reads: range) -> int:
         replays.clear()
         with model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
@@ -81,6 +85,40 @@ def test_only_steps_with_modules_go_without_graphs(model: VLLM, replays: list[ob
     replays.clear()
     plain(model, [PROMPT])
     assert len(replays) == untraced
+
+
+def test_steps_that_meet_the_same_modules_replay_pieces_of_a_graph(
+    model: VLLM, replays: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(runner(model), "pieces"):
+        pytest.skip("with Model Runner V2 only")
+
+    def run(steps: int, other: int = -1) -> tuple[list[torch.Tensor], list[int], int]:
+        replays.clear()
+        with model.trace(PROMPT, max_tokens=steps, temperature=0, ignore_eos=True) as tracer:
+            seen: list[Any] = []
+            for step in tracer.iter[:]:
+                layer = model.model.layers[0].output[0]
+                layer[:] *= 1.5
+                seen.append(model.model.layers[2 if step == other else 1].mlp.output[-1])
+                seen.append(model.model.norm.output[0][-1])
+                seen.append(model.logits[-1])
+            seen.save()
+        return seen, list(tracer.result.outputs[0].token_ids), len(replays)
+
+    def differ(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+        return [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, expected, strict=True)]
+
+    with monkeypatch.context() as without:
+        without.setattr(type(runner(model)), "can_capture", False)
+        expected, tokens, none = run(12)
+        elsewhere, others, _ = run(12, 8)
+    assert none == 0
+    run(5)
+    found, same, replayed = run(12)
+    assert replayed >= 11 * 4 and same == tokens and max(differ(found, expected)) < 1e-2
+    found, same, again = run(12, 8)
+    assert again > 0 and same == others and max(differ(found, elsewhere)) < 1e-2
 
 
 def test_what_a_block_draws_on_the_gpu_is_its_own(model: VLLM) -> None:

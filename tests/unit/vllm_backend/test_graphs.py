@@ -1,6 +1,6 @@
 """Forwards in pieces: what blocks read and write at the breaks is what they would, module by module.
 
-The graphs are made up (`support.fake_graph`); the attention layer of the toy depends on a length that no graph knows.
+The graphs are made up (`support.fake_graph`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from invivo.interleaver.mediator import Mediator
 from invivo.interleaver.modes import Turns
 from invivo.interleaver.windows import shares
 from invivo.vllm_backend import graphs
-from invivo.vllm_backend.compat import AttentionLayerBase
 from invivo.vllm_backend.graphs import Graphs
 from support.fake_graph import FakeGraph
 
@@ -25,22 +24,12 @@ ROWS, WIDTH, STEPS = 3, 4, 8
 Body = Callable[[Mediator, list[torch.Tensor]], None]
 
 
-class Attention(torch.nn.Module, AttentionLayerBase):
-    length = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.length
-
-    def get_attn_backend(self) -> Any: ...
-    def get_kv_cache_spec(self, vllm_config: Any) -> Any: ...
-
-
 class Layer(torch.nn.Module):
     """Like those of vLLM: the next one changes the residual in place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.attn = Attention()
+        self.attn = torch.nn.Linear(WIDTH, WIDTH)
         self.mlp = torch.nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,14 +82,14 @@ class Engine:
         with torch.inference_mode():
             torch.manual_seed(number)
             self.input.copy_(torch.randn(ROWS + 1, WIDTH))
-            for layer in self.model.layers:
-                layer.attn.length = number
             names = ["a", "b", "c"]
             split = shares(names, range(ROWS + 1), [number] * ROWS, [1] * ROWS, ROWS)
             self.hub.begin(split)
             self.hub.pad(ROWS + 1)
             run: Any = self.graphs is not None and self.hub.needs_modules and self.hub.learned is not None
-            output: Any = self.graphs.run(ROWS + 1, self.hub, self.call) if run and self.graphs else self.call()
+            output: Any = (
+                self.graphs.run(ROWS + 1, self.hub, lambda _: self.call) if run and self.graphs else self.call()
+            )
             self.hub.forward_done()
             self.hub.finish_step()
             return output.clone()  # type: ignore[no-any-return]
