@@ -76,6 +76,7 @@ class Graphs:
         self._graph = graph or torch.cuda.CUDAGraph
         self._on_gpu = graph is None
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
         self._forwards: OrderedDict[tuple[int, frozenset[Port]], _Forward] = OrderedDict()
         self._seen: Counter[tuple[int, frozenset[Port]]] = Counter()
         self._unfit = False
@@ -210,11 +211,10 @@ class Graphs:
         if not self._on_gpu:
             yield
             return
-        if self._pool is None:
+        if self._stream is None:
             self._pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one, for which cuBLAS has its memory
         torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(self._stream):
             yield
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
