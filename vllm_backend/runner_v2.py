@@ -121,8 +121,9 @@ class RunnerV2(TracedRunner, _Runner):
 
     def _in_pieces(self, rows: int) -> object:
         if self.pieces is None:
-            self.pieces = Graphs(self.get_model())
-        return self.pieces.run(rows, self.serving.hub, self._prepared)
+            self.pieces = Graphs(self.model_state.model)
+        with set_forward_context(None, self.vllm_config, rows):  # for modules that a block calls
+            return self.pieces.run(rows, self.serving.hub, self._prepared)
 
     def _prepared(self, capture: bool) -> Callable[[], object]:
         """Make ready to call the model on the inputs of this step, as `execute_model` does.
