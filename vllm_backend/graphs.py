@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..interleaver.hooks import Hooks
+from ..interleaver.torch_compat import copy_each
 from ..interleaver.values import map_tensors, tensors_of
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Graphs:
     def _serve(self, port: Port, value: object, goes_on: list[torch.Tensor]) -> None:
         """A port between two pieces: what goes on is what passes there, or what the blocks put in its place."""
         replaced = self._hub.fire(port, value)
-        torch._foreach_copy_(goes_on, tensors_of(value if replaced is None else replaced))
+        copy_each(goes_on, tensors_of(value if replaced is None else replaced))
         self._left.setdefault(port, []).append(replaced)
         if not self._breaks.issuperset(self._hub.wanted):
             raise Missed

@@ -269,7 +269,7 @@ class AdapterV2:
         row = runner.req_states.req_id_to_index.get(request_id)
         if row is None:
             return
-        if runner.kv_block_zeroer is None:
+        if vars(runner)["kv_block_zeroer"] is None:
             runner._init_kv_zero_meta()
         tables = runner.block_tables
         groups = zip(tables.block_tables, tables.num_blocks.np[:, row].tolist(), strict=True)
