@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FrameType
 from typing import TypeAlias
 
 import greenlet
@@ -19,6 +20,7 @@ from ..envoy.address import Port
 from ..envoy.errors import (
     InternalError,
     InvokeError,
+    LimitError,
     MemoryLimitError,
     PortError,
     PortPassedError,
@@ -144,8 +146,8 @@ class Mediator(active.Session):
         """The block has ended, in whatever way."""
         return self._greenlet is None
 
-    def start(self) -> None:
-        """Its first turn."""
+    def go_on(self) -> None:
+        """Its first turn, or the next one from a barrier on that all have come to."""
         self._turn(None)
 
     def at_port(self, port: Port, held: Held, outside: Outside) -> None:
@@ -157,10 +159,6 @@ class Mediator(active.Session):
         """Its turn at the beginning of the step that it waited for."""
         self.step = step
         self._turn(True)
-
-    def at_barrier(self) -> None:
-        """Its turn when all blocks have come to the barrier that it waits at."""
-        self._turn(None)
 
     @property
     def waits_for_end(self) -> bool:
@@ -185,6 +183,16 @@ class Mediator(active.Session):
     def fail(self, error: Exception) -> None:
         """Raise `error` in the block, at the line where it waits."""
         self._turn(None, error)
+
+    def over(self, error: LimitError) -> None:
+        """It is over a limit: whatever it has its next turn for, it ends with `error`, and lets go of what it held."""
+        if self._guard is not None:
+            self._guard.error = self._guard.error or error
+
+    @property
+    def frame(self) -> FrameType | None:
+        """The innermost of its frames, while it waits."""
+        return self._greenlet.gr_frame if self._greenlet is not None else None
 
     def drop(self, error: BaseException) -> None:
         """End the block from outside, without another turn of the user's code."""

@@ -126,6 +126,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
             torch's ``"modes"``; and whether it ``"prints"``.
         group: the other invokes of the trace; None if it is one request by itself.
         streams: the caller takes values saved with ``stream=True`` as they come.
+        no_module: the block meets no module, only logits and samples (`meets`).
     """
 
     version: int
@@ -137,6 +138,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
     uses: tuple[str, ...]
     group: Group | None = None
     streams: bool = False
+    no_module: bool = False
 
 
 class TracerHandle:

@@ -12,6 +12,7 @@ from .capture import Captured, Site
 from .check import check_names
 from .codec import Encoded, Key, encode
 from .common import Blobs
+from .meets import no_module
 
 
 def make_payload(site: Site, captured: Captured, model: RootEnvoy, seed: int) -> Payload:
@@ -21,7 +22,7 @@ def make_payload(site: Site, captured: Captured, model: RootEnvoy, seed: int) ->
         UnknownNameError: the block names a module that the model does not have.
         TransferError: it uses a variable that cannot travel.
     """
-    return payload_of(site, encode_values(site, captured, model), seed)
+    return payload_of(site, captured, encode_values(site, captured, model), seed)
 
 
 def encode_values(
@@ -42,7 +43,7 @@ def encode_values(
     return encode({"local": captured.locals, "global": captured.globals}, model, key, blobs)
 
 
-def payload_of(site: Site, encoded: Encoded, seed: int) -> Payload:
+def payload_of(site: Site, captured: Captured, encoded: Encoded, seed: int) -> Payload:
     """The payload of a block whose values are encoded."""
     return Payload(
         FORMAT,
@@ -52,6 +53,7 @@ def payload_of(site: Site, encoded: Encoded, seed: int) -> Payload:
         encoded.tensors,
         seed,
         tuple(sorted(encoded.uses | _imported_random(site.block.source) | effects.of_source(site.tree))),
+        no_module=no_module(site, captured),
     )
 
 

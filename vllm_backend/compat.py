@@ -5,7 +5,7 @@ Import it only after `version.check_version` has passed. Sources are given as fi
 
 from __future__ import annotations
 
-from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -15,7 +15,7 @@ from vllm.distributed import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as ROTARY_EMBEDDINGS
@@ -42,6 +42,7 @@ __all__ = [
     "AsyncModelRunnerOutput",
     "AsyncScheduler",
     "AttentionLayerBase",
+    "CUDAGraphMode",
     "CompilationMode",
     "CustomOp",
     "EngineArgs",
@@ -70,4 +71,5 @@ __all__ = [
     "initialize_model_parallel",
     "model_parallel_is_initialized",
     "set_current_vllm_config",
+    "set_forward_context",
 ]
