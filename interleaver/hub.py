@@ -8,7 +8,7 @@ all blocks with `InternalError`, and the forward goes on untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -133,15 +133,11 @@ class Hub:
         Raises:
             InternalError: it names what is left.
         """
-        left = {
-            "hooks": len(self._hooks),
-            "blocks": len(self.mediators),
-            "waiting ports": len(self._waiting),
-            "requests to end": len(self.ended),
-            "steps": len(self._steps),
-        }
-        if any(left.values()):
-            raise InternalError(f"left behind by an idle model: { ({k: v for k, v in left.items() if v}) }.")
+        kept: dict[str, Sized] = {"hooks": self._hooks, "blocks": self.mediators, "waiting ports": self._waiting}
+        kept |= {"requests to end": self.ended, "steps": self._steps}
+        left = {name: len(things) for name, things in kept.items() if len(things)}
+        if left:
+            raise InternalError(f"left behind by an idle model: {left}.")
 
     # --- one step
 
@@ -185,6 +181,10 @@ class Hub:
     def wanted(self) -> list[Port]:
         """Ports of modules that blocks wait for."""
         return [port for port in self._waiting if not port.of_step]
+
+    def run(self, forward: Callable[[], object]) -> object:
+        """Run the forward of a step, in which blocks have their turns at modules."""
+        return forward()
 
     def pad(self, total: int) -> None:
         """The tensors of this step have `total` rows, some of them behind those of all requests."""

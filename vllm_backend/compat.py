@@ -30,6 +30,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -43,10 +50,13 @@ __all__ = [
     "AsyncScheduler",
     "AttentionLayerBase",
     "CUDAGraphMode",
+    "ChunkedLocalAttentionSpec",
     "CompilationMode",
     "CustomOp",
     "EngineArgs",
     "EngineDeadError",
+    "FullAttentionSpec",
+    "MLAAttentionSpec",
     "ModelRunnerOutput",
     "MsgpackDecoder",
     "MsgpackEncoder",
@@ -60,6 +70,8 @@ __all__ = [
     "Scheduler",
     "SchedulerOutput",
     "SchedulingPolicy",
+    "SlidingWindowSpec",
+    "UniformTypeKVCacheSpecs",
     "VLLMValidationError",
     "VllmConfig",
     "WorkerWrapperBase",

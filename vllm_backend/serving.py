@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import torch
 from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InternalError, MisuseError
+from ..interleaver.deferring_hub import DeferringHub
 from ..interleaver.device import Cuda, DeviceLimit
 from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
@@ -122,13 +123,22 @@ class Serving:
         """Whether a block waits for a module in the step that has begun."""
         return self._ready().needs_modules
 
-    @contextmanager
-    def forward(self, padded: int) -> Iterator[None]:
-        """The forward runs in this context, on `padded` rows; module by module if a block waits for a module."""
-        with self._adapter.eagerly() if self.needs_modules else nullcontext():
-            self.pad(padded)
-            yield
+    def forward(self, rows: int, forward: Callable[[], object], *, again: bool) -> object:
+        """Run the forward of a step, module by module if a block waits for a module.
+
+        Args:
+            rows: those of its tensors, with padding.
+            forward: runs it.
+            again: it does the same when it is run again.
+        """
+        self.pad(rows)
+        if self.needs_modules:
+            with self._adapter.eagerly():
+                output = self._ready().run(forward) if again else forward()
+        else:
+            output = forward()
         self.forward_done()
+        return output
 
     def pad(self, padded: int) -> None:
         """The forward runs on this many rows."""
@@ -271,7 +281,8 @@ class Serving:
 
     def _ready(self) -> Hub:
         if self._hub is None:
-            self._hub = Hub(self._adapter.model(), call_module, compiled=self._adapter.compiled())
+            kind = DeferringHub if self._adapter.repeatable() else Hub
+            self._hub = kind(self._adapter.model(), call_module, compiled=self._adapter.compiled())
             self._root = RootEnvoy(self._hub.tree, "")
             device = self._device()
             if self._limits.memory is not None and device is not None and device.type == "cuda":
