@@ -73,6 +73,7 @@ class Run:
 
     Attributes:
         seen: what each block saw, and how it ended.
+        order: what all of them saw, one after the other.
         outputs: of the model, by step.
     """
 
@@ -81,9 +82,12 @@ class Run:
         self.model = Toy()
         self.hub = DeferringHub(self.model) if late else Hub(self.model)
         self.seen: list[list[object]] = [[] for _ in scripts]
+        self.order: list[str] = []
         self.outputs: list[torch.Tensor] = []
         self._computed = [0] * len(scripts)
         mediators = [self._mediator(script, seen) for script, seen in zip(scripts, self.seen, strict=True)]
+        for index, mediator in enumerate(mediators):
+            mediator.index = index
         for step in range(STEPS):
             for index, mediator in enumerate(mediators):
                 if begins[index] == step:
@@ -101,6 +105,7 @@ class Run:
                 for visit in script.get(step, ()):
                     try:
                         value: Any = mediator.read(visit.port, "output")
+                        self.order.append(f"{step} {mediator.index} {visit.port}")
                     except PortError as error:
                         seen.append((step, str(error)))
                         if not visit.catches:
@@ -144,6 +149,7 @@ def compare(scripts: Sequence[Script], begins: Sequence[int] | None = None) -> D
     begins = begins or [0] * len(scripts)
     at_once, late = Run(scripts, begins, late=False), Run(scripts, begins, late=True)
     assert same(at_once.seen, late.seen)
+    assert at_once.order == late.order
     assert same(at_once.outputs, late.outputs)
     assert isinstance(late.hub, DeferringHub)
     return late.hub
