@@ -199,7 +199,7 @@ class Hub:
         if self._inside or self._place.over or get_ident() != self._thread:
             return None
         if self._recorder is not None and not port.of_step:
-            self._recorder.note(port, value, self._rows())
+            self._note(self._recorder, port, value)
         waiting = self._waiting.pop(port, None)
         if waiting is None:
             return None
@@ -332,6 +332,9 @@ class Hub:
                     mediator.edited = mediator.edited or not port.of_step
                     changes.append((changed, window))
         return changes
+
+    def _note(self, recorder: Recorder, port: Port, value: object) -> None:
+        recorder.note(port, value, self._rows())
 
     def _missed(self, mediator: Mediator, port: Port) -> None:
         known = port in self.tree.places or port.of_step

@@ -59,7 +59,26 @@ class BarrierWait:
         self.count = count
 
 
-Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait
+class CallWait:
+    """Waiting for a module to be called, at a port or not, where ranks must do so together.
+
+    Attributes:
+        address: of the module.
+        arguments: positional and keyword arguments.
+        port: the port that the block is at.
+        held: what it holds of that.
+    """
+
+    def __init__(
+        self, address: str, arguments: tuple[tuple[object, ...], dict[str, object]], port: Port | None, held: Held | None
+    ) -> None:
+        self.address = address
+        self.arguments = arguments
+        self.port = port
+        self.held = held
+
+
+Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait | CallWait
 """What a block waits for; a port is one of the current step."""
 
 
@@ -81,6 +100,7 @@ class Mediator(active.Session):
         held: what it holds of that port.
         place: how far the model has come.
         apart: a barrier has let it go on, maybe when its own step was over.
+        calls_apart: it calls modules by handing over (`CallWait`), not in its turn.
         failure: the exception that ended it.
         failed_at: the port that it was at then.
         stopped: it called `stop`.
@@ -126,6 +146,7 @@ class Mediator(active.Session):
         self.place = Place()
         self.apart = False
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
+        self.calls_apart = False
         self._turns = turns
         self._body = body
         self._guard = Guard(limits) if limits is not None and limits.any else None
@@ -154,6 +175,11 @@ class Mediator(active.Session):
         """Its turn at the beginning of the step that it waited for."""
         self.step = step
         self._turn(True)
+
+    def answer(self, wait: CallWait, result: object, error: Exception | None = None) -> None:
+        """Its turn when the module that it waited for was called; it is still at its port."""
+        self.port, self.held = wait.port, wait.held
+        self._turn(result, error)
 
     def at_barrier(self) -> None:
         """Its turn when all blocks have come to the barrier that it waits at."""
@@ -297,6 +323,9 @@ class Mediator(active.Session):
     def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         assert self.caller is not None, "the hub sets it"
         self._turns.sit()  # the module may draw
+        if self.calls_apart:
+            wait, self.held = CallWait(address, (args, kwargs), self.port, self.held), None  # it stays at its port
+            return self._switch(wait)
         return self.caller(address, args, kwargs)
 
     def advance(self, step: int) -> bool:
@@ -364,7 +393,7 @@ class Mediator(active.Session):
         return current.parent.switch(wait)
 
 
-_WAITS = frozenset((Port, StepWait, EndWait, BarrierWait))
+_WAITS = frozenset((Port, StepWait, EndWait, BarrierWait, CallWait))
 
 _PADDING = 24
 """Calls through C below a block, of about four C frames each.

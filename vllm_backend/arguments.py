@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..envoy.address import suggestion
@@ -22,7 +23,16 @@ _WRONG_UNDER = {
     "prefill_context_parallel_size": "context parallelism spreads the rows of one request over ranks",
 }
 
-_ONE_WORKER = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_WORKERS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "distributed_executor_backend",
+)
+"""What says how many workers an engine has, and how they share the model."""
+
+_ONE = ("pipeline_parallel_size", "data_parallel_size")
 
 
 def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = False) -> dict[str, Any]:
@@ -43,8 +53,10 @@ def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = F
             raise MisuseError(f"unknown engine argument `{name}`.{suggestion(name, known)}")
         if name in _WRONG_UNDER and value not in (None, False, 1):
             raise UnsupportedError(f"`{name}` cannot be used with traces: {_WRONG_UNDER[name]}.")
-        if name in _ONE_WORKER and value != 1:
-            raise UnsupportedError(f"`{name}={value}`: this version of invivo traces engines with one worker only.")
+        if name in _ONE and value != 1:
+            raise UnsupportedError(
+                f"`{name}={value}`: this version of invivo splits a model by `tensor_parallel_size` only."
+            )
     if streams and given.get("stream_interval") not in (None, 1):
         raise UnsupportedError(
             "`stream_interval`: what a trace streams goes with the output of its step, and every step needs one."
@@ -66,3 +78,8 @@ def check_config(config: VllmConfig) -> None:
             "the compilation mode STOCK_TORCH_COMPILE: every engine step runs the compiled model, whose modules cannot "
             "be met. Leave `compilation_config` out, or pass `enforce_eager=True`."
         )
+
+
+def unsplit(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an engine with the same model in one piece."""
+    return {name: value for name, value in arguments.items() if name not in _WORKERS}

@@ -15,7 +15,7 @@ from ..tracer.prompt import Prompt
 from .compat import AsyncEngineArgs, AsyncLLM, EngineDeadError
 from .course import Course, Sending
 from .inbox import Collector, Inbox
-from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive
+from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive, answer
 from .loop_thread import LoopThread
 from .watch import dies, watch
 
@@ -130,4 +130,4 @@ class AsyncEngine(Lifecycle[TracingLLM]):
         with alive():
             llm = self.start()
             assert self._thread is not None, "made with the engine"
-            return self._thread.submit(llm.collective_rpc, method, None, args).result()[0]
+            return answer(self._thread.submit(llm.collective_rpc, method, None, args).result())

@@ -9,6 +9,8 @@ from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
+    get_pp_group,
+    get_tp_group,
     init_distributed_environment,
     initialize_model_parallel,
     model_parallel_is_initialized,
@@ -18,7 +20,17 @@ from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as ROTARY_EMBEDDINGS
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.sampling_params import RequestOutputKind
@@ -35,6 +47,16 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 __all__ = [
+    "RotaryEmbeddingBase",
+    "RowParallelLinear",
+    "ReplicatedLinear",
+    "QKVParallelLinear",
+    "MergedColumnParallelLinear",
+    "LinearBase",
+    "ColumnParallelLinear",
+    "MoERunnerInterface",
+    "get_tp_group",
+    "get_pp_group",
     "ROTARY_EMBEDDINGS",
     "AsyncEngineArgs",
     "AsyncLLM",

@@ -23,6 +23,7 @@ from ..tracer.prompt import Prompt
 from .compat import EngineDeadError
 from .in_band import unpacked
 from .inbox import Arrived, Collector, Inbox
+from .lifecycle import answer
 from .request_output import encode_output
 from .sampling import refusals
 
@@ -137,7 +138,7 @@ class Course:
                     return
                 self._fetched.add(index)
                 call = (self.traces[index], encode_output(arrived.output))
-                reply: bytes = (await self._llm.collective_rpc("invivo_collect", None, call))[0]
+                reply: bytes = answer(await self._llm.collective_rpc("invivo_collect", None, call))
                 self._over.add(index)
                 self.inbox.put(arrived._replace(reply=reply))
         except Exception as error:

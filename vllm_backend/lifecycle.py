@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from time import monotonic
 from typing import Any, Generic, TypeVar
@@ -53,7 +53,7 @@ class Lifecycle(ABC, Generic[T]):
 
     @abstractmethod
     def call(self, method: str, *args: object) -> Any:
-        """Call a method of the (one) worker.
+        """Call a method of all workers; gives the answer of the one that has one.
 
         Raises:
             EngineDiedError: the engine's process is gone.
@@ -116,6 +116,11 @@ class Lifecycle(ABC, Generic[T]):
         return EngineClosedError(
             f"the engine of {self._model} was closed. Make a new `VLLM(...)` to start another one."
         )
+
+
+def answer(answers: Sequence[Any]) -> Any:
+    """What the workers say that were all called: one has an answer, if any."""
+    return next(filter(None, answers), answers[0])
 
 
 @contextmanager

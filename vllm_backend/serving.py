@@ -42,15 +42,31 @@ class Serving:
     """The blocks that run in one worker.
 
     The hub is made when the first traced request comes, since the model is loaded after the runner is built.
+
+    Args:
+        adapter: the runner's answers.
+        vocabulary: size of the model's vocabulary.
+        limits: of the blocks.
+        home: what blocks save goes home from this worker; several may run the same blocks.
+        make_hub: makes the hub of a worker that has a part of the model only.
     """
 
-    def __init__(self, adapter: RunnerAdapter, vocabulary: int, limits: Limits) -> None:
+    def __init__(
+        self,
+        adapter: RunnerAdapter,
+        vocabulary: int,
+        limits: Limits,
+        *,
+        home: bool = True,
+        make_hub: Callable[[RunnerAdapter], Hub] | None = None,
+    ) -> None:
+        self._make_hub = make_hub or _one_hub
         self._limits = limits
         self._adapter = adapter
         self._vocabulary = vocabulary
         self._hub: Hub | None = None
         self._root: RootEnvoy | None = None
-        self.outbox = Outbox()
+        self.outbox = Outbox(home=home)
         self._traces = Traces(self.outbox)
         self._groups = Groups()
 
@@ -210,7 +226,7 @@ class Serving:
 
     def _ready(self) -> Hub:
         if self._hub is None:
-            self._hub = Hub(self._adapter.model(), call_module, compiled=self._adapter.compiled())
+            self._hub = self._make_hub(self._adapter)
             self._root = RootEnvoy(self._hub.tree, "")
         return self._hub
 
@@ -227,3 +243,7 @@ class Serving:
     def _fired(self, kind: str, value: torch.Tensor) -> torch.Tensor:
         replaced = self._ready().fire(port_at("", kind), value)
         return replaced if isinstance(replaced, torch.Tensor) else value
+
+
+def _one_hub(adapter: RunnerAdapter) -> Hub:
+    return Hub(adapter.model(), call_module, compiled=adapter.compiled())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..envoy.errors import UnsupportedError
 from ..interleaver.harvest import sink
+from .parallel import make_hub, sends_home
 from .runner_v1 import AdapterV1, RunnerV1
 from .serving import Serving
 from .settings import asked_for, limits_of
@@ -33,7 +35,8 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     runner.__class__ = type(f"Traced{kind.__name__}", (RunnerV1, kind), {})
     config: Any = wrapper.vllm_config
     limits = limits_of(config.additional_config)
-    serving = Serving(AdapterV1(runner), config.model_config.get_vocab_size(), limits)
+    vocabulary, home = config.model_config.get_vocab_size(), sends_home()
+    serving = Serving(AdapterV1(runner), vocabulary, limits, home=home, make_hub=make_hub)
     runner.serving = serving
     worker.invivo_collect = serving.collect
     worker.invivo_fetch = serving.outbox.fetch
@@ -41,6 +44,6 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     worker.invivo_discard = serving.discard
     worker.invivo_bring = serving.bring
     worker.invivo_discard_group = serving.discard_group
-    worker.invivo_harvest_begin = sink.begin
+    worker.invivo_harvest_begin = partial(sink.begin, home=home)
     worker.invivo_harvest_end = sink.end
     worker.invivo_check_integrity = serving.check_integrity

@@ -1,0 +1,269 @@
+"""The hub of one rank, where a model is split over several: all ranks run the same blocks.
+
+The ranks exchange rows at ports, and modules that a block calls exchange more inside. Whoever is missing in such an
+exchange is waited for without end, so nothing is exchanged that the ranks have not agreed upon. After every set of
+turns (those of all blocks at one port, or at the beginning of a step) each rank says what its blocks do now: what they
+wait for, how they ended, what they changed. Where that differs (an exception or a limit on one rank only, a block that
+looked at the clock), the block ends on all of them, and everything else goes on. For the same reason a block does not
+call a module in its turn: it hands over saying so, and the ranks call it together when they have agreed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from ..envoy.address import INPUT, OUTPUT, SAMPLES, Port, port_at
+from ..envoy.errors import InternalError, RanksError, UnsupportedError
+from ..tracer.failure import Failure, describe, rebuild
+from .generator import SEAT
+from .hub import Hub, ModuleCall
+from .mediator import BarrierWait, CallWait, Mediator, StepWait
+from .modes import Outside
+from .recorder import Recorder
+from .shards import Shards, checksum
+from .values import Change, Held, tensors_of
+from .windows import Share, Window
+
+_CALLS, _FAILED = 1, 2
+"""What a rank says beside the states of its blocks: some wait for calls; its hub has failed."""
+
+
+class ParallelHub(Hub):
+    """See the module.
+
+    Args:
+        model: this rank's part.
+        shards: what its ports hold.
+        call: as in `Hub`.
+        compiled: as in `Hub`.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, shards: Shards, call: ModuleCall | None = None, *, compiled: bool = False
+    ) -> None:
+        super().__init__(model, call, compiled=compiled)
+        self._shards = shards
+        self._ranks = shards.ranks
+        self._turned: list[Mediator] = []
+        self._edits: dict[str, int] = {}
+        self._failed = False
+
+    def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
+        """See `Hub`."""
+        super().add(request, mediator, vocabulary)
+        mediator.calls_apart = True
+
+    def begin(self, shares: Mapping[str, Share]) -> None:
+        """See `Hub`."""
+        super().begin(shares)
+        if self.mediators:
+            self._settle()
+
+    def fire(self, port: Port, value: object) -> object:
+        """See `Hub`."""
+        waiting = self._waiting.get(port)
+        replaced = super().fire(port, value)
+        if self._waiting.get(port) is not waiting:  # whatever came of it, all ranks agree now
+            self._settle()
+        return replaced
+
+    def finish_step(self) -> None:
+        """See `Hub`."""
+        super().finish_step()
+        if self._turned:
+            self._settle()
+
+    def end(self, request: str, result: object) -> None:
+        """See `Hub`."""
+        mediator = self.mediators[request]
+        self._guarded(lambda: self._turn(mediator, partial(mediator.end, result)))
+        self._settle()
+        super().end(request, result)
+
+    def abandon_step(self) -> None:
+        """See `Hub`."""
+        super().abandon_step()
+        self._turned.clear()
+
+    def give_up(self, error: Exception) -> None:
+        """See `Hub`; the other ranks learn of it when all agree next."""
+        self._failed = True
+        super().give_up(error)
+
+    # --- turns
+
+    def _serve(self, waiting: list[Mediator], port: Port, value: object) -> list[Change]:
+        outside = Outside()
+        turns: list[tuple[Mediator, Held, Window | None]] = []
+        served = 0
+        while served < len(waiting) or self._answer_calls():
+            windows = [m.share.last if self._place.sampling else m.share.rows for m in waiting[served:]]
+            if not windows:
+                continue
+            try:
+                made = self._shards.copies(value, windows, port)
+            except UnsupportedError as error:
+                for mediator in waiting[served:]:
+                    served += 1
+                    self._turn(mediator, partial(mediator.fail, error))
+                continue
+            for copy, window in zip(made, windows, strict=True):
+                mediator = waiting[served]
+                served += 1
+                held = Held(copy)
+                if port.kind == SAMPLES:
+                    held.limit, held.fixed = self._vocabulary, mediator.fixed_samples
+                mediator.at_port(port, held, outside)
+                self._went_on(mediator)
+                turns.append((mediator, held, window))
+        return self._shards.cut(value, self._changes(turns, port), port)
+
+    def _changes(self, turns: list[tuple[Mediator, Held, Window | None]], port: Port) -> list[Change]:
+        changes: list[Change] = []
+        for mediator, held, window in turns:
+            changed = None if held.left_alone or mediator.failure is not None else held.changes()
+            if changed is not None:
+                self.edited.add(mediator.request)
+                mediator.edited = mediator.edited or not port.of_step
+                changes.append((changed, window))
+                self._edits[mediator.request] = checksum(changed)
+        return changes
+
+    def _went_on(self, mediator: Mediator) -> None:
+        self._turned.append(mediator)
+        super()._went_on(mediator)
+
+    def _note(self, recorder: Recorder, port: Port, value: object) -> None:
+        try:
+            value = self._shards.outline(value, port) if port.kind == OUTPUT else value
+        except UnsupportedError:
+            pass  # its parts are shown
+        super()._note(recorder, port, value)
+
+    # --- calls
+
+    def _answer_calls(self) -> bool:
+        """Call the modules that blocks wait for; whether there were any."""
+        calling = [m for m in dict.fromkeys(self._turned) if isinstance(m.wait, CallWait)]
+        if not calling:
+            return False
+        self._agree()
+        for mediator in calling:
+            wait = mediator.wait
+            if isinstance(wait, CallWait):  # it is still there
+                try:
+                    turn = partial(mediator.answer, wait, self._called(wait))
+                except Exception as error:
+                    turn = partial(mediator.answer, wait, None, error)
+                self._turn(mediator, turn)
+        return True
+
+    def _called(self, wait: CallWait) -> object:
+        before = port_at(wait.address, INPUT)
+        args, kwargs = self._shards.part(wait.arguments, before)  # type: ignore[misc]
+        return self._shards.whole(self._call(wait.address, args, kwargs), port_at(wait.address, OUTPUT))
+
+    # --- agreements
+
+    def _settle(self) -> None:
+        """Agree, until no block of any rank waits for a call."""
+        while self._answer_calls() or self._agree() or self._turned:
+            pass
+        if self._draws or self._place.sampling:
+            SEAT.leave()
+
+    def _agree(self) -> bool:
+        """Hear what the blocks of all ranks do now, and end those that do not do the same.
+
+        Returns:
+            Whether blocks of any rank wait for calls.
+        """
+        turned, self._turned = dict.fromkeys(self._turned), []
+        states = {mediator.request: _state(mediator) for mediator in turned}
+        calls = any(isinstance(mediator.wait, CallWait) for mediator in turned)
+        flags = _CALLS * calls | _FAILED * self._failed
+        said = self._ranks.exchange((flags, _sum(states), _sum(self._edits)))
+        every = 0
+        for flag, *_ in said:
+            every |= flag
+        if every & _FAILED:
+            if not self._failed:
+                super().give_up(InternalError("the hub of another rank has failed; its log says why."))
+            self._failed = False
+            self._turned.clear()
+            return False
+        if len({states_sum for _, states_sum, _ in said}) > 1:
+            self._compare(states)
+        if every & _CALLS:
+            return True  # some ranks have yet to see what was edited
+        if len({edits_sum for *_, edits_sum in said}) > 1:
+            self._compare({request: f"it wrote values with the sum {edits:08x}" for request, edits in self._edits.items()})
+        self._edits.clear()
+        return False
+
+    def _compare(self, states: Mapping[str, str]) -> None:
+        """Find the blocks that do not do the same on all ranks, and end them."""
+        mine = {request: (state, self._failure(request)) for request, state in states.items()}
+        said: list[dict[str, tuple[str, bytes | None]]] = self._ranks.exchange_any(mine)
+        for request in dict.fromkeys(request for one in said for request in one):
+            found = [one.get(request, ("it has had no turn", None)) for one in said]
+            if len({state for state, _ in found}) > 1:
+                failures = [failure for _, failure in found if failure is not None]
+                self._end_differing(request, [state for state, _ in found], failures)
+
+    def _failure(self, request: str) -> bytes | None:
+        error = self.mediators[request].failure
+        return None if error is None else msgspec.msgpack.encode(describe(error))
+
+    def _end_differing(self, request: str, states: list[str], failures: list[bytes]) -> None:
+        mediator = self.mediators.get(request)
+        if mediator is None:
+            return
+        if mediator.failure is None or not mediator.done:
+            error: Any = RanksError(
+                "the block did not do the same on all ranks of the engine: "
+                + "; ".join(f"on rank {rank}, {state}" for rank, state in enumerate(states))
+                + ". It runs on each of them, with the same values and random numbers. What differs from process to "
+                "process (the time, ids of objects and processes, files) must not decide what it asks for, calls or "
+                "writes."
+            )
+            if failures:
+                error = rebuild(msgspec.msgpack.decode(failures[0], type=Failure))
+            mediator.drop(error)
+        for port, waiting in [*self._waiting.items()]:
+            if mediator in waiting:
+                waiting.remove(mediator)
+                if not waiting:
+                    del self._waiting[port]
+        self._done.discard(request)
+        self.ended.add(request)
+        self._meetings.see_end(mediator)
+
+
+def _state(mediator: Mediator) -> str:
+    """What a block does now, in words that are the same on all ranks if it is."""
+    wait = mediator.wait
+    if mediator.done:
+        if mediator.failure is not None:
+            return f"it raised {type(mediator.failure).__name__}"
+        return "it stopped" if mediator.stopped else "it ended"
+    if isinstance(wait, Port):
+        return f"it waits for {wait}"
+    if isinstance(wait, StepWait):
+        return f"it waits for step {wait.step}"
+    if isinstance(wait, BarrierWait):
+        return "it waits at a barrier"
+    if isinstance(wait, CallWait):
+        shapes = [[*tensor.shape] for tensor in tensors_of(wait.arguments)]
+        return f"it calls {wait.address} with {shapes}"
+    return "it waits for the end of its request"
+
+
+def _sum(said: Mapping[str, object]) -> int:
+    return zlib.crc32(repr(said).encode())
