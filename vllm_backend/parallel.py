@@ -82,7 +82,7 @@ class ModelLayouts:
         if isinstance(module, MoERunnerInterface):
             late = port.kind == OUTPUT and getattr(module, "moe_config").skip_final_all_reduce  # noqa: B009
             return SUMMED if late else WHOLE
-        between = isinstance(module, AttentionLayerBase) or not any(True for _ in module.children())
+        between = not any(isinstance(inside, LinearBase) for inside in module.modules())
         if not between or not tensor.is_floating_point():
             return WHOLE
         return self._between(module, port, number, tensor.shape, whole)
