@@ -20,12 +20,13 @@ from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .generator import SEAT, draws, states
 from .hooks import Hooks
-from .mediator import BarrierWait, EndWait, Mediator, StepWait
+from .mediator import Mediator
 from .meetings import Meetings
 from .modes import Outside
 from .place import Place
 from .recorder import Recorder
 from .values import Change, Held, copies, map_tensors, put_rows
+from .waits import BarrierWait, EndWait, StepWait
 from .windows import Share, broken
 
 ModuleCall = Callable[[torch.nn.Module, "tuple[object, ...]", "dict[str, object]"], object]
@@ -199,7 +200,7 @@ class Hub:
         if self._inside or self._place.over or get_ident() != self._thread:
             return None
         if self._recorder is not None and not port.of_step:
-            self._note(self._recorder, port, value)
+            self._recorder.note(port, value, self._rows())
         waiting = self._waiting.pop(port, None)
         if waiting is None:
             return None
@@ -332,9 +333,6 @@ class Hub:
                     mediator.edited = mediator.edited or not port.of_step
                     changes.append((changed, window))
         return changes
-
-    def _note(self, recorder: Recorder, port: Port, value: object) -> None:
-        recorder.note(port, value, self._rows())
 
     def _missed(self, mediator: Mediator, port: Port) -> None:
         known = port in self.tree.places or port.of_step

@@ -81,7 +81,7 @@ class Layout(NamedTuple):
             return whole
         if not self.pieces:
             return parts[0]
-        cut = [part.split([piece.width for piece in self.pieces], self.dim) for part in parts]
+        cut = [torch.split(part, [piece.width for piece in self.pieces], self.dim) for part in parts]
         return torch.cat(
             [
                 cut[rank][number]

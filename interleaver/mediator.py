@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TypeAlias
 
 import greenlet
 
@@ -37,49 +36,8 @@ from .place import Place
 from .streamed import Streamed
 from .values import Held
 from .views import Part, view, with_part
+from .waits import BarrierWait, CallWait, EndWait, StepWait, Wait
 from .windows import Share
-
-
-class StepWait:
-    """Waiting for a step to begin."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-
-class EndWait:
-    """Waiting for the request to end."""
-
-
-class BarrierWait:
-    """Waiting for other blocks of the trace to come to a barrier."""
-
-    def __init__(self, barrier: str, count: int) -> None:
-        self.barrier = barrier
-        self.count = count
-
-
-class CallWait:
-    """Waiting for a module to be called, at a port or not, where ranks must do so together.
-
-    Attributes:
-        address: of the module.
-        arguments: positional and keyword arguments.
-        port: the port that the block is at.
-        held: what it holds of that.
-    """
-
-    def __init__(
-        self, address: str, arguments: tuple[tuple[object, ...], dict[str, object]], port: Port | None, held: Held | None
-    ) -> None:
-        self.address = address
-        self.arguments = arguments
-        self.port = port
-        self.held = held
-
-
-Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait | CallWait
-"""What a block waits for; a port is one of the current step."""
 
 
 class StopBlock(BaseException):

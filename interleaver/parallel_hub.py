@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,12 @@ from ..envoy.errors import InternalError, RanksError, UnsupportedError
 from ..tracer.failure import Failure, describe, rebuild
 from .generator import SEAT
 from .hub import Hub, ModuleCall
-from .mediator import BarrierWait, CallWait, Mediator, StepWait
+from .mediator import Mediator
 from .modes import Outside
 from .recorder import Recorder
 from .shards import Shards, checksum
 from .values import Change, Held, tensors_of
+from .waits import BarrierWait, CallWait, StepWait
 from .windows import Share, Window
 
 _CALLS, _FAILED = 1, 2
@@ -62,6 +64,9 @@ class ParallelHub(Hub):
     def begin(self, shares: Mapping[str, Share]) -> None:
         """See `Hub`."""
         super().begin(shares)
+        if type(self._recorder) is Recorder:
+            self._recorder = _Recorder(self._shards)
+            self._place.order = self._recorder.places
         if self.mediators:
             self._settle()
 
@@ -139,13 +144,6 @@ class ParallelHub(Hub):
         self._turned.append(mediator)
         super()._went_on(mediator)
 
-    def _note(self, recorder: Recorder, port: Port, value: object) -> None:
-        try:
-            value = self._shards.outline(value, port) if port.kind == OUTPUT else value
-        except UnsupportedError:
-            pass  # its parts are shown
-        super()._note(recorder, port, value)
-
     # --- calls
 
     def _answer_calls(self) -> bool:
@@ -165,9 +163,8 @@ class ParallelHub(Hub):
         return True
 
     def _called(self, wait: CallWait) -> object:
-        before = port_at(wait.address, INPUT)
-        args, kwargs = self._shards.part(wait.arguments, before)  # type: ignore[misc]
-        return self._shards.whole(self._call(wait.address, args, kwargs), port_at(wait.address, OUTPUT))
+        arguments: Any = self._shards.part(wait.arguments, port_at(wait.address, INPUT))
+        return self._shards.whole(self._call(wait.address, *arguments), port_at(wait.address, OUTPUT))
 
     # --- agreements
 
@@ -203,7 +200,9 @@ class ParallelHub(Hub):
         if every & _CALLS:
             return True  # some ranks have yet to see what was edited
         if len({edits_sum for *_, edits_sum in said}) > 1:
-            self._compare({request: f"it wrote values with the sum {edits:08x}" for request, edits in self._edits.items()})
+            self._compare(
+                {request: f"it wrote values with the sum {edits:08x}" for request, edits in self._edits.items()}
+            )
         self._edits.clear()
         return False
 
@@ -244,6 +243,21 @@ class ParallelHub(Hub):
         self._done.discard(request)
         self.ended.add(request)
         self._meetings.see_end(mediator)
+
+
+class _Recorder(Recorder):
+    """Notes the shapes of the whole."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__()
+        self._shards = shards
+
+    def note(self, port: Port, value: object, rows: int | None) -> None:
+        """See `Recorder`."""
+        if port.kind == OUTPUT:
+            with suppress(UnsupportedError):  # then its part is shown
+                value = self._shards.outline(value, port)
+        super().note(port, value, rows)
 
 
 def _state(mediator: Mediator) -> str:

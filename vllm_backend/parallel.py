@@ -1,8 +1,8 @@
 """A worker of several that have the model split among them (tensor parallel): which of vLLM's layers are split how.
 
 Linear layers say it themselves, each class in its own way. What lies between them in the same module (activations,
-norms of heads, rotary embeddings, attention) takes and gives what the linear layers beside it give and take, and is told
-by the widths. All else (layers, norms, MLPs as wholes) is whole on every rank, which `interleaver/shards.py` checks. A
+norms of heads, rotary embeddings, attention) takes and gives what the linear layers beside it give and take; widths tell.
+All else (layers, norms, MLPs as wholes) is whole on every rank, as `interleaver/shards.py` checks. A
 class of linear layers that is not known here is an error where one of its ports is asked for.
 """
 
@@ -33,7 +33,6 @@ from .compat import (
     get_pp_group,
     get_tp_group,
 )
-
 from .module_call import call_module
 
 if TYPE_CHECKING:

@@ -47,9 +47,7 @@ def split_model(family: str, patch: pytest.MonkeyPatch, **arguments: Any) -> VLL
     return VLLM(str(path), tensor_parallel_size=2, enforce_eager=True, **{**TINY_ENGINE, **arguments})
 
 
-@pytest.fixture(
-    scope="module", params=["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)]
-)
+@pytest.fixture(scope="module", params=["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in OTHERS)])
 def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     family = str(request.param)
     reference = Reference(tiny_checkpoint(family, tokenizer=smollm2_path()))
@@ -206,7 +204,6 @@ def test_a_block_that_differs_between_ranks_ends_and_nothing_else(llama: VLLM, w
 
 
 def test_a_class_that_is_not_known_is_an_error_that_names_it(llama: VLLM) -> None:
-    from invivo.vllm_backend.parallel import ModelLayouts
 
     def forget(classes: tuple[type, ...]) -> None:
         import invivo.vllm_backend.parallel as parallel
@@ -227,7 +224,6 @@ def test_a_class_that_is_not_known_is_an_error_that_names_it(llama: VLLM) -> Non
 
 def test_bytes_that_cross_are_those_of_rows_of_split_ports_that_are_read(llama: VLLM) -> None:
     """Two requests, one of which reads; nothing of the other's rows goes, and nothing of whole ports."""
-    from invivo.envoy.address import port_at
 
     def sent() -> dict[str, int]:
         import gc
@@ -263,11 +259,7 @@ def test_sixty_requests_together(llama: VLLM) -> None:
     requests = crowd(5, 60, traced=0.5, longest=100, budget=448)
     found = run_together(llama, requests)
     expected = [request.alone(llama) for request in requests[::3]]
-    wrong = [
-        text
-        for triple in zip(requests[::3], found[::3], expected, strict=True)
-        for text in differences(*triple)
-    ]
+    wrong = [text for triple in zip(requests[::3], found[::3], expected, strict=True) for text in differences(*triple)]
     assert not wrong, "\n".join(wrong)
 
 

@@ -1,0 +1,80 @@
+"""One of several workers is killed in the middle of a trace: everybody hears of it soon, and nothing of it stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.processes import finish, start_script
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SCRIPT = """
+import os, threading, time
+import asyncio
+from invivo import VLLM, EngineDiedError
+from support.processes import descendants, still_there
+
+def shared():
+    return {{name for name in os.listdir("/dev/shm")}}
+
+before = shared()
+settings = {engine!r} | {workers!r}
+model = VLLM({path!r}, mode={mode!r}, **settings).dispatch()
+processes = descendants(os.getpid())
+workers = sorted((p for p in processes if len(p.children()) == 0 and p.memory_info().rss > 2e8), key=lambda p: p.pid)
+killed = []
+
+def kill():
+    killed.append(time.monotonic())
+    workers[{victim}].kill()
+
+threading.Timer(2, kill).start()
+errors = []
+
+def blocks():
+    with model.trace([1, 2, 3], max_tokens=120, ignore_eos=True) as tracer:
+        import time
+        for step in tracer.iter[:]:
+            hidden = model.model.layers[1].mlp.act_fn.output
+            time.sleep(0.1)
+    return tracer
+
+async def wait(tracer):
+    try:
+        await tracer.backend.collect()
+    except EngineDiedError as error:
+        errors.append(error)
+
+async def all_of_them():
+    await asyncio.gather(*[wait(blocks()) for _ in range(3)])
+
+if {mode!r} == "sync":
+    try:
+        blocks()
+    except EngineDiedError as error:
+        errors.append(error)
+    assert len(errors) == 1
+else:
+    asyncio.run(all_of_them())
+    assert len(errors) == 3
+assert killed and time.monotonic() - killed[0] < 30, time.monotonic() - killed[0]
+assert all("Make a new `VLLM(...)`" in str(error) for error in errors)
+model.close()
+assert not still_there(processes, 30)
+assert not shared() - before, shared() - before
+with VLLM({path!r}, **settings) as model:
+    with model.trace([1, 2, 3], max_tokens=1):
+        hidden = model.model.layers[1].mlp.act_fn.output.save()
+assert hidden.shape == (3, 192)
+print("all is well")
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("workers", ["tensor_parallel_size"])
+def test_a_worker_killed_in_the_middle_of_a_trace(tmp_path: Path, workers: str, mode: str, victim: int) -> None:
+    script = start_script(tmp_path, SCRIPT, victim=victim, mode=mode, workers={workers: 2})
+    assert "all is well" in finish(script).stdout
