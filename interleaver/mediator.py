@@ -13,7 +13,7 @@ from functools import partial
 import greenlet
 
 from ..envoy import active
-from ..envoy.address import Port
+from ..envoy.address import Port, port_at
 from ..envoy.errors import (
     InternalError,
     InvokeError,
@@ -33,6 +33,7 @@ from .memory import give_back
 from .meter import fitting, size_of
 from .modes import Outside, Turns
 from .place import Place
+from .stages import CALL, Script
 from .streamed import Streamed
 from .values import Held
 from .views import Part, view, with_part
@@ -58,6 +59,7 @@ class Mediator(active.Session):
         held: what it holds of that port.
         place: how far the model has come.
         apart: a barrier has let it go on, maybe when its own step was over.
+        script: what it reads in this and other stages of a pipeline; None if there is one stage.
         calls_apart: it calls modules by handing over (`CallWait`), not in its turn.
         failure: the exception that ended it.
         failed_at: the port that it was at then.
@@ -105,6 +107,7 @@ class Mediator(active.Session):
         self.apart = False
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
         self.calls_apart = False
+        self.script: Script | None = None
         self._turns = turns
         self._body = body
         self._guard = Guard(limits) if limits is not None and limits.any else None
@@ -126,8 +129,16 @@ class Mediator(active.Session):
 
     def at_port(self, port: Port, held: Held, outside: Outside) -> None:
         """Its turn at the port that it waited for; `held` has its copy, and afterwards its edits."""
+        if self.script is not None:
+            self.script.note(port, held.value)
         self.port, self.held = port, held
         self._turn(None, None, outside)
+
+    def told(self, port: Port) -> None:
+        """Its turn when it is told what a later stage has read at the port that it waits for."""
+        assert self.script is not None, "there are stages"
+        self.port, self.held = port, self.script.next(port)
+        self._turn(None)
 
     def at_step(self, step: int) -> None:
         """Its turn at the beginning of the step that it waited for."""
@@ -279,6 +290,20 @@ class Mediator(active.Session):
         self.held.assign(with_part(self.held.value, part, value), str(port))
 
     def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        script, port = self.script, port_at(address, CALL)
+        if script is not None:
+            told = script.next(port)
+            if told is not None:
+                return told.value
+            if not script.places.here(address):
+                self._switch(port)
+                return self.held.value  # type: ignore[union-attr]  # it was told
+        result = self._called(address, args, kwargs)
+        if script is not None:
+            script.note(port, result)
+        return result
+
+    def _called(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         assert self.caller is not None, "the hub sets it"
         self._turns.sit()  # the module may draw
         if self.calls_apart:
@@ -330,6 +355,10 @@ class Mediator(active.Session):
                 f"{port} was asked for after the request had ended (in step {self.step}). Read ports before the end, "
                 "inside the loop over `tracer.iter`."
             )
+        if self.script is not None and (told := self.script.next(port)) is not None:
+            self._leave_port()
+            self.port, self.held = port, told
+            return
         place = self.place
         known = place.order.get(port)
         if known is None or known[-1] <= place.number or not place.inside or self.apart:  # not the usual case
@@ -338,10 +367,15 @@ class Mediator(active.Session):
                 raise PortPassedError(passed)
         self._switch(port)
 
-    def _switch(self, wait: Wait) -> object:
+    def _leave_port(self) -> None:
         self._turns.check()
         if self.held is not None:
             self.held.settle()
+            if self.script is not None and self.port is not None and not self.port.of_step:
+                self.edited = self.edited or not self.held.left_alone  # also where another stage had it
+
+    def _switch(self, wait: Wait) -> object:
+        self._leave_port()
         if self._guard is not None and (self.saved or self._guard.error is not None):
             self._guard.check(self.saved)
         current = greenlet.getcurrent()

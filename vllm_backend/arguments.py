@@ -32,7 +32,7 @@ _WORKERS = (
 )
 """What says how many workers an engine has, and how they share the model."""
 
-_ONE = ("pipeline_parallel_size", "data_parallel_size")
+_ONE = ("data_parallel_size",)
 
 
 def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = False) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = F
             raise UnsupportedError(f"`{name}` cannot be used with traces: {_WRONG_UNDER[name]}.")
         if name in _ONE and value != 1:
             raise UnsupportedError(
-                f"`{name}={value}`: this version of invivo splits a model by `tensor_parallel_size` only."
+                f"`{name}={value}`: this version of invivo does not trace several engines of one model."
             )
     if streams and given.get("stream_interval") not in (None, 1):
         raise UnsupportedError(

@@ -34,6 +34,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.sampling_params import RequestOutputKind
+from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -58,6 +59,7 @@ __all__ = [
     "CustomOp",
     "EngineArgs",
     "EngineDeadError",
+    "IntermediateTensors",
     "LinearBase",
     "MergedColumnParallelLinear",
     "MoERunnerInterface",

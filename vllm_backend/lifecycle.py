@@ -93,6 +93,7 @@ class Lifecycle(ABC, Generic[T]):
                 with (
                     _shown(console, f"invivo: starting a vLLM engine for {self._model} ..."),
                     _main_not_imported(),
+                    _sets_in_one_order(),
                     interruptible_start(),
                 ):
                     self._llm = self._make()
@@ -157,6 +158,20 @@ def _main_not_imported() -> Iterator[None]:
     finally:
         main.__spec__ = spec
         main.__dict__.update(kept)
+
+
+@contextmanager
+def _sets_in_one_order() -> Iterator[None]:
+    """Start processes in which a set of texts has the same order in each: blocks run in several, and must do alike."""
+    name = "PYTHONHASHSEED"
+    given = os.environ.get(name)
+    if given is None:
+        os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[name]
 
 
 def _close_at_exit(reference: weakref.ref[Lifecycle[Any]]) -> None:

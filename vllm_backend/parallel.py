@@ -1,9 +1,9 @@
-"""A worker of several that have the model split among them (tensor parallel): which of vLLM's layers are split how.
+"""A worker of several that have the model split among them: which of vLLM's layers are split how, and who has which.
 
 Linear layers say it themselves, each class in its own way. What lies between them in the same module (activations,
-norms of heads, rotary embeddings, attention) takes and gives what the linear layers beside it give and take; widths tell.
-All else (layers, norms, MLPs as wholes) is whole on every rank, as `interleaver/shards.py` checks. A
-class of linear layers that is not known here is an error where one of its ports is asked for.
+norms of heads, rotary embeddings, attention) takes and gives what the linear layers beside it give and take; widths
+tell which. All else (layers, norms, MLPs as wholes) is whole on every rank, as `interleaver/shards.py` checks. A class
+of linear layers that is not known here is an error where one of its ports is asked for.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ import torch
 
 from ..envoy.address import INPUT, OUTPUT, Port
 from ..envoy.errors import UnsupportedError
+from ..envoy.tree import ModuleTree
 from ..interleaver.hub import Hub
 from ..interleaver.layout import SUMMED, WHOLE, Layout, Piece
 from ..interleaver.parallel_hub import ParallelHub
 from ..interleaver.ranks import GroupRanks
 from ..interleaver.shards import Shards
+from ..interleaver.staged_hub import Staged, StagedHub, StagedParallelHub
+from ..interleaver.stages import Places
 from .compat import (
     AttentionLayerBase,
     ColumnParallelLinear,
@@ -48,12 +51,58 @@ def make_hub(adapter: RunnerAdapter) -> Hub:
     """The hub of this worker."""
     call = call_module
     model, compiled = adapter.model(), adapter.compiled()
-    group: Any = get_tp_group()
+    group, places = get_tp_group(), _places.get(id(model))
+    hub: Hub
     if group.world_size == 1:
-        return Hub(model, call, compiled=compiled)
-    on_device = any(parameter.device.type != "cpu" for parameter in model.parameters())
-    ranks = GroupRanks(group.cpu_group, group.device_group if on_device else None)
-    return ParallelHub(model, Shards(ranks, ModelLayouts(model, ranks.size)), call, compiled=compiled)
+        hub = (Hub if places is None else StagedHub)(model, call, compiled=compiled)
+    else:
+        on_device = any(parameter.device.type != "cpu" for parameter in model.parameters())
+        ranks = GroupRanks(group.cpu_group, group.device_group if on_device else None)
+        shards = Shards(ranks, ModelLayouts(model, ranks.size))
+        hub = (ParallelHub if places is None else StagedParallelHub)(model, shards, call, compiled=compiled)
+    if isinstance(hub, Staged) and places is not None:
+        hub.set_stage(model, places, GroupRanks(get_pp_group().cpu_group))
+    return hub
+
+
+_places: dict[int, Places] = {}
+"""Of the model of this worker: which stage of the pipeline has which modules; nothing where there is one stage."""
+
+
+def has_last_layers() -> bool:
+    """Whether this worker is of the last stage of the pipeline, or of the only one."""
+    return bool(get_pp_group().is_last_rank)
+
+
+def exchange_trees(worker: Any) -> None:
+    """Have the stages of a pipeline tell each other which modules they have, once they have loaded them."""
+    group: Any = get_pp_group()
+    if group.world_size == 1:
+        return
+    load = worker.load_model
+
+    def load_model(*args: Any, **kwargs: Any) -> Any:
+        done = load(*args, **kwargs)
+        model = worker.model_runner.get_model()
+        trees = GroupRanks(group.cpu_group).exchange_any(ModuleTree.of(model).modules)
+        _places[id(model)] = Places(group.rank_in_group, trees)
+        return done
+
+    worker.load_model = load_model
+
+
+def as_tensor(data: bytes) -> torch.Tensor:
+    """Bytes that travel with hidden states. Of an odd length, as vLLM has ranks send parts of what can be halved."""
+    size = len(data).to_bytes(8, "big")
+    ranks = get_tp_group().world_size
+    padding = bytes((1 - len(data) - len(size)) % ranks) if ranks > 1 else b""
+    return torch.frombuffer(bytearray(size + data + padding), dtype=torch.uint8)
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """The bytes again."""
+    data = tensor.cpu().numpy().tobytes()
+    return data[8 : 8 + int.from_bytes(data[:8], "big")]
 
 
 class ModelLayouts:

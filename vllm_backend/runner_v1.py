@@ -17,7 +17,8 @@ import torch
 from ..interleaver.windows import Share, shares
 from .adapter import NewRequest
 from .eager import EagerSteps
-from .settings import DONE, ENDED, HELD, KEY, SAVES
+from .parallel import as_bytes, as_tensor
+from .settings import DONE, ENDED, HELD, KEY, SAVES, TOLD
 
 if TYPE_CHECKING:
     from .compat import AsyncModelRunnerOutput, ModelRunnerOutput, SamplerOutput, SchedulerOutput
@@ -27,8 +28,12 @@ if TYPE_CHECKING:
         """The parts of `GPUModelRunner` that the mixin relies on."""
 
         execute_model_state: object
+        intermediate_tensors: Any
+        vllm_config: Any
+        device: Any
 
         def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any: ...
+        def get_model(self) -> Any: ...
         def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput: ...
         def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any: ...
         def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any: ...
@@ -44,20 +49,40 @@ class RunnerV1(_Runner):
     _stepping = False
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        """One engine step, up to the logits."""
+        """One engine step, up to the logits or what the next stage of a pipeline is given."""
         self.serving.clean(scheduler_output)
         self.serving.leave(scheduler_output)
         self.serving.admit(scheduler_output)
+        self._hear(scheduler_output, *args, **kwargs)
         if not self.serving.active:
             return super().execute_model(scheduler_output, *args, **kwargs)
         self._stepping = True
         try:
-            return super().execute_model(scheduler_output, *args, **kwargs)
+            output = super().execute_model(scheduler_output, *args, **kwargs)
+            if isinstance(tensors := getattr(output, "tensors", None), dict):
+                return type(output)({**tensors, TOLD: as_tensor(self.serving.tell())})
+            return output
         except BaseException:
             self.serving.abandon_step()
             raise
         finally:
             self._stepping = False
+
+    def _hear(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> None:
+        """Take in what other stages of a pipeline tell."""
+        if intermediate_tensors is not None:
+            if self.intermediate_tensors is None:  # vLLM makes it when it warms up, which an eager CPU engine does not
+                config = self.vllm_config
+                self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
+                    batch_size=config.scheduler_config.max_num_batched_tokens,
+                    dtype=config.model_config.dtype,
+                    device=self.device,
+                )
+            if TOLD in vars(intermediate_tensors)["tensors"]:  # looked at first: to take them is to wait for them
+                self.serving.hear(as_bytes(intermediate_tensors.tensors.pop(TOLD)))
+        told = getattr(scheduler_output, TOLD, None)
+        if told and self.serving.active:
+            self.serving.hear_back(told)
 
     def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         if self._stepping:
@@ -92,7 +117,13 @@ class RunnerV1(_Runner):
         if not sampled or not self.serving.active:
             return output
         serving = self.serving
-        told = {SAVES: serving.cargo(), ENDED: serving.ended, DONE: serving.take_done(), HELD: serving.held}
+        told = {
+            SAVES: serving.cargo(),
+            ENDED: serving.ended,
+            DONE: serving.take_done(),
+            HELD: serving.held,
+            TOLD: serving.tell_back(),
+        }
         vars(getattr(output, "_model_runner_output", output)).update(
             {name: what for name, what in told.items() if what}
         )

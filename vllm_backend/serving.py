@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
 from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
+from ..interleaver.staged_hub import Staged
 from ..tracer.block import Payload, TensorBlob
 from .module_call import call_module
 from .outbox import Outbox
@@ -48,6 +49,7 @@ class Serving:
         vocabulary: size of the model's vocabulary.
         limits: of the blocks.
         home: what blocks save goes home from this worker; several may run the same blocks.
+        last: it has the last layers, and so the logits and samples.
         make_hub: makes the hub of a worker that has a part of the model only.
     """
 
@@ -58,6 +60,7 @@ class Serving:
         limits: Limits,
         *,
         home: bool = True,
+        last: bool = True,
         make_hub: Callable[[RunnerAdapter], Hub] | None = None,
     ) -> None:
         self._make_hub = make_hub or _one_hub
@@ -67,7 +70,8 @@ class Serving:
         self._hub: Hub | None = None
         self._root: RootEnvoy | None = None
         self.outbox = Outbox(home=home)
-        self._traces = Traces(self.outbox)
+        self._traces = Traces(self.outbox, last=last)
+        self._last = last
         self._groups = Groups()
 
     @property
@@ -152,11 +156,41 @@ class Serving:
         """The engine step failed."""
         self._ready().abandon_step()
 
+    # --- stages of a pipeline
+
+    def hear(self, told: bytes) -> None:
+        """What the stages before this one have read in the engine step that begins."""
+        hub = self._ready()
+        if isinstance(hub, Staged):
+            self._guarded(partial(hub.hear, told))
+
+    def hear_back(self, told: Mapping[str, bytes]) -> None:
+        """What later stages have read in the last steps of requests, which go on."""
+        hub = self._ready()
+        if isinstance(hub, Staged):
+            self._guarded(partial(hub.hear_back, told))
+
+    def tell(self) -> bytes:
+        """This stage's part of the engine step is over: what the next one is told."""
+        hub = self._ready()
+        hub.finish_step()
+        assert isinstance(hub, Staged), "there are stages"
+        return hub.tell()
+
+    def tell_back(self) -> dict[str, bytes]:
+        """What the stages before this one, the last, are told of the engine step that is over."""
+        hub = self._ready()
+        return hub.tell_back() if isinstance(hub, Staged) else {}
+
     # --- calls from the client
 
     def collect(self, trace: str, output: bytes) -> bytes:
         """End the block of a request that has ended with `output`, and give the parcel of its reply."""
+        if not self._last and not self._traces.knows(trace):
+            return b""
         known, hub = self._traces.fetched(trace), self._ready()
+        if isinstance(hub, Staged) and known.group is not None:  # other blocks of the trace may need what it gives
+            hub.meet_at_end(known.request_id)
         with torch.inference_mode():
             hub.end(known.request_id, decode_output(output))
         reply = reply_of(known.launched, hub.learned)

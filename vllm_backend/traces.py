@@ -43,10 +43,16 @@ class Known:
 
 
 class Traces:
-    """All of them, by the id of the trace."""
+    """All of them, by the id of the trace.
 
-    def __init__(self, outbox: Outbox) -> None:
+    Args:
+        outbox: takes the replies.
+        last: replies are made here; elsewhere, blocks without a group are gone with their requests.
+    """
+
+    def __init__(self, outbox: Outbox, *, last: bool = True) -> None:
         self._outbox = outbox
+        self._last = last
         self._known: dict[str, Known] = {}
 
     def __len__(self) -> int:
@@ -55,6 +61,10 @@ class Traces:
     def add(self, trace: str, known: Known) -> None:
         """Take in a trace that begins."""
         self._known[trace] = known
+
+    def knows(self, trace: str) -> bool:
+        """Whether it is there."""
+        return trace in self._known
 
     def fetched(self, trace: str) -> Known:
         """Take out a trace whose caller fetches the reply.
@@ -89,7 +99,7 @@ class Traces:
         for trace, known in list(self._known.items()):
             if known.request_id in requests and known.left is None:
                 known.left = now
-                if known.reply is not None:
+                if known.reply is not None or (not self._last and known.group is None):
                     self._forget(trace, hub)
         running = {known.group for known in self._known.values() if known.left is None and known.group is not None}
         waiting = []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..envoy.errors import UnsupportedError
 from ..interleaver.harvest import sink
-from .parallel import make_hub, sends_home
+from .parallel import exchange_trees, has_last_layers, make_hub, sends_home
 from .runner_v1 import AdapterV1, RunnerV1
 from .serving import Serving
 from .settings import asked_for, limits_of
@@ -36,8 +36,9 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     config: Any = wrapper.vllm_config
     limits = limits_of(config.additional_config)
     vocabulary, home = config.model_config.get_vocab_size(), sends_home()
-    serving = Serving(AdapterV1(runner), vocabulary, limits, home=home, make_hub=make_hub)
+    serving = Serving(AdapterV1(runner), vocabulary, limits, home=home, last=has_last_layers(), make_hub=make_hub)
     runner.serving = serving
+    exchange_trees(worker)
     worker.invivo_collect = serving.collect
     worker.invivo_fetch = serving.outbox.fetch
     worker.invivo_drop = serving.outbox.drop

@@ -163,6 +163,14 @@ def test_random_numbers_are_the_same_on_all_ranks(llama: VLLM) -> None:
     assert torch.equal(*runs)
 
 
+def test_sets_have_the_same_order_on_all_ranks(llama: VLLM) -> None:
+    with llama.trace(PROMPT, max_tokens=1):
+        names = list({f"name {number}" for number in range(50)})
+        llama.model.layers[0].output[0][0, : len(names)] = torch.tensor([float(name.split()[1]) for name in names])
+        logits = llama.logits.save()
+    assert logits.shape == (1, 49_152)
+
+
 def rank() -> int:
     return torch.distributed.get_rank()
 
