@@ -73,7 +73,9 @@ class Staged(Hub):
                 script.failure = told.failure
 
     def hear_back(self, told: Mapping[str, bytes]) -> None:
-        """What later stages have read in the last step of requests whose next step begins."""
+        """What later stages have read in the last step of requests whose next step begins; comes before `hear`."""
+        if self.places.last:
+            return
         for request, data in told.items():
             if request in self.mediators:
                 self._give(request, decode(data, self._device()), back=True)

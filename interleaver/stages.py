@@ -46,6 +46,16 @@ class Entry(NamedTuple):
     value: Any
 
 
+class Elsewhere(NamedTuple):
+    """Stands for a module of another stage.
+
+    Attributes:
+        class_name: its class.
+    """
+
+    class_name: str
+
+
 class Told(NamedTuple):
     """What is told of one block and one step.
 
@@ -174,7 +184,9 @@ class _Pickler(pickle.Pickler):
         self._buffers = buffers
 
     def persistent_id(self, obj: object) -> object:
-        """Tensors go apart, as bytes."""
+        """Tensors go apart, as bytes; modules (some take others as arguments) stay where they are."""
+        if isinstance(obj, torch.nn.Module):
+            return type(obj).__name__
         if not isinstance(obj, torch.Tensor):
             return None
         plain = obj.detach().cpu().contiguous()
@@ -188,8 +200,10 @@ class _Unpickler(pickle.Unpickler):
         self._buffers = buffers
         self._device = device
 
-    def persistent_load(self, pid: Any) -> torch.Tensor:
+    def persistent_load(self, pid: Any) -> object:
         """See `_Pickler`."""
+        if isinstance(pid, str):
+            return Elsewhere(pid)
         number, dtype, shape = pid
         data = self._buffers[number]
         flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)

@@ -70,6 +70,9 @@ class RunnerV1(_Runner):
 
     def _hear(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> None:
         """Take in what other stages of a pipeline tell."""
+        told = getattr(scheduler_output, TOLD, None)
+        if told and self.serving.active:
+            self.serving.hear_back(told)
         if intermediate_tensors is not None:
             if self.intermediate_tensors is None:  # vLLM makes it when it warms up, which an eager CPU engine does not
                 config = self.vllm_config
@@ -80,9 +83,6 @@ class RunnerV1(_Runner):
                 )
             if TOLD in vars(intermediate_tensors)["tensors"]:  # looked at first: to take them is to wait for them
                 self.serving.hear(as_bytes(intermediate_tensors.tensors.pop(TOLD)))
-        told = getattr(scheduler_output, TOLD, None)
-        if told and self.serving.active:
-            self.serving.hear_back(told)
 
     def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         if self._stepping:

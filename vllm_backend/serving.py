@@ -180,7 +180,10 @@ class Serving:
     def tell_back(self) -> dict[str, bytes]:
         """What the stages before this one, the last, are told of the engine step that is over."""
         hub = self._ready()
-        return hub.tell_back() if isinstance(hub, Staged) else {}
+        found: dict[str, bytes] = {}
+        if isinstance(hub, Staged):
+            self._guarded(lambda: found.update(hub.tell_back()))
+        return found
 
     # --- calls from the client
 

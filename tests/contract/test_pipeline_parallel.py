@@ -243,8 +243,8 @@ def test_invokes_hand_values_over_and_meet(llama: VLLM) -> None:
         box = {}
         with tracer.invoke(PROMPT):
             box["value"] = llama.model.layers[0].mlp.output
-            barrier()
             plain = llama.logits.save()
+            barrier()
         with tracer.invoke(PROMPT):
             barrier()
             llama.model.layers[2].mlp.output[:] = box["value"]

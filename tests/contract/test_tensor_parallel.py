@@ -281,8 +281,8 @@ def test_a_trace_with_several_invokes(llama: VLLM) -> None:
             shapes.append(list(clean.shape))
         with tracer.invoke(PROMPT[:4]):
             llama.model.layers[1].mlp.act_fn.output[:] = clean[:4]
-            barrier()
             patched = llama.logits.save()
+            barrier()
         with tracer.invoke(PROMPT[:4]):
             barrier()
             plain = llama.logits.save()

@@ -74,7 +74,7 @@ print("all is well")
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("workers", ["tensor_parallel_size"])
+@pytest.mark.parametrize("workers", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_a_worker_killed_in_the_middle_of_a_trace(tmp_path: Path, workers: str, mode: str, victim: int) -> None:
     script = start_script(tmp_path, SCRIPT, victim=victim, mode=mode, workers={workers: 2})
     assert "all is well" in finish(script).stdout
