@@ -7,7 +7,7 @@ it can be looked at, indexed and iterated over. `RootEnvoy` adds the run-level p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, overload
+from typing import Any, Self, overload
 
 from . import active
 from .address import INPUT, LOGITS, OUTPUT, SAMPLES, port_at, shown, suggestion
@@ -84,6 +84,9 @@ class Envoy:
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Run the real module, with the real weights, on values of the block (``model.model.norm(h)``)."""
         return self._session().call(self._address, args, kwargs)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # it stands for a module, and is no data of the block
 
     def __getattr__(self, name: str) -> Envoy:
         if name.startswith("_"):

@@ -104,7 +104,7 @@ class TimeLimitError(LimitError):
 
 
 class MemoryLimitError(LimitError):
-    """The block added too much to the memory of its process."""
+    """The block added too much to the memory of its process, or holds too much of the GPU's."""
 
 
 class SaveLimitError(LimitError):

@@ -8,7 +8,6 @@ whoever could draw then is put in first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from operator import attrgetter
 
 import torch
@@ -85,9 +84,38 @@ SEAT = Seat()
 """The one seat of the process."""
 
 
-def draws(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether a forward of these modules may draw random numbers, as far as torch can tell: some are in training."""
-    return any(map(_training, modules))
+class Draws:
+    """Whether the forward of a model draws random numbers of its own.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        may: it may, as far as is known: if it did when it was watched, or some of its modules are in training.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._modules = [*model.modules()]
+        self._drew = self.may = True
+        self._before: list[bytes] | None = None
+
+    def look(self) -> None:
+        """Modules may have been put into training, or out of it."""
+        self.may = self._drew or any(map(_training, self._modules))
+
+    def watch(self) -> None:
+        """A forward begins that is to be watched."""
+        self._before = states()
+
+    def see(self) -> None:
+        """If one was watched, it is over."""
+        if self._before is not None:
+            self._drew, self._before = self._before != states(), None
+            self.look()
+
+    def forget(self) -> None:
+        """The forward that was watched has failed."""
+        self._before = None
 
 
 _training = attrgetter("training")

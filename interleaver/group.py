@@ -7,6 +7,7 @@ them have ended (`Groups`). A block has its `Member` of it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..envoy.errors import InvokeError
@@ -82,10 +83,16 @@ class GroupStore:
 
 
 class Member:
-    """One block in the store of its trace."""
+    """One block in the store of its trace.
+
+    Attributes:
+        index: its number.
+        mediator: the block itself, once there is one.
+    """
 
     def __init__(self, groups: Groups, store: GroupStore, group: Group) -> None:
         self.index = group.index
+        self.mediator: Mediator | None = None
         self._groups = groups
         self._store = store
         self._group = group
@@ -122,12 +129,13 @@ class Member:
     # --- values handed on
 
     def take(self) -> dict[str, object]:
-        """The values that this block takes from earlier ones.
+        """The values that this block takes from earlier ones; one of several samples takes copies.
 
         Raises:
             InvokeError: one is not there.
         """
         taken = {}
+        memo = {id(value): value for value in self._store.objects.values()}  # these are one object for all
         for name, index in self._group.takes:
             if (index, name) not in self._store.given:
                 why = self._store.missing.get(index, "it has not ended yet")
@@ -136,7 +144,8 @@ class Member:
                     "holds at the end of an earlier invoke is taken over if it may be read before it is assigned; "
                     f"assign `{name}` in this invoke first if it is not meant to."
                 )
-            taken[name] = self._store.given[index, name]
+            value = self._store.given[index, name]
+            taken[name] = _copied(value, memo) if self._group.sampled else value
         return taken
 
     def give(self, scope: Mapping[str, object], failure: BaseException | None) -> None:
@@ -172,7 +181,8 @@ class Member:
     def stranded(self) -> list[tuple[Mediator, InvokeError]]:
         """Blocks at barriers that cannot fill any more, with the error for each."""
         found = []
-        stuck = sum(map(len, self._store.waiting.values())) == self._store.size - len(self._store.over)
+        coming_to_none = sum(not self._comes_anywhere(index) for index in range(self._store.size))
+        stuck = sum(map(len, self._store.waiting.values())) == self._store.size - coming_to_none
         for barrier, waiting in list(self._store.waiting.items()):
             at = {mediator.index for mediator in waiting}
             coming = [index for index in range(self._store.size) if index not in at and self._may_come(index, barrier)]
@@ -201,7 +211,7 @@ class Member:
 
     def _unmet(self, barrier: str, why: str) -> InvokeError:
         at = sorted({self.index, *(mediator.index for mediator in self._store.waiting.get(barrier, []))})
-        over = sorted(self._store.over)
+        over = [index for index in range(self._store.size) if not self._comes_anywhere(index)]
         return InvokeError(
             f"invoke {self.index} waited at a barrier of {self.count_of(barrier)} blocks, and {why}. "
             f"At the barrier: {_listed(at)}; ended before: {_listed(over)}; the trace has {self._store.size} invokes. "
@@ -210,10 +220,14 @@ class Member:
         )
 
     def _may_come(self, index: int, barrier: str) -> bool:
-        if index in self._store.over:
-            return False
         member = self._store.members.get(index)
-        return member is None or barrier in dict(member._group.barriers)
+        return self._comes_anywhere(index) and (member is None or barrier in dict(member._group.barriers))
+
+    def _comes_anywhere(self, index: int) -> bool:
+        """Whether a block may come to a barrier: it has not ended, and does not wait for the end of its request."""
+        member = self._store.members.get(index)
+        mediator = member.mediator if member is not None else None
+        return index not in self._store.over and (mediator is None or not mediator.waits_for_end)
 
     # --- the end
 
@@ -236,6 +250,14 @@ class Member:
             return None
         values: dict[str, object] = read(home.values, home.tensors, shared=self.shared)["home"]
         return values
+
+
+def _copied(value: object, memo: dict[int, Any]) -> object:
+    """A copy of a value and all that is in it; the value itself if it cannot be copied, such as a generator."""
+    try:
+        return deepcopy(value, memo)
+    except Exception:  # objects of any class, whose own code copies them
+        return value
 
 
 def _fill(empty: Any, items: Any) -> None:

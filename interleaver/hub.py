@@ -8,7 +8,7 @@ all blocks with `InternalError`, and the forward goes on untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -16,20 +16,19 @@ from threading import get_ident
 import torch
 
 from ..envoy.address import SAMPLES, Port
-from ..envoy.errors import InternalError, PortNotReachedError, UnsupportedError
+from ..envoy.errors import InternalError, LimitError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
-from .generator import SEAT, draws, states
+from .calls import Calls, ModuleCall
+from .generator import SEAT, Draws
 from .hooks import Hooks
 from .mediator import Mediator
 from .meetings import Meetings
 from .modes import Outside
-from .place import Place
+from .place import Place, not_reached
 from .recorder import Recorder
-from .values import Change, Held, copies, map_tensors, put_rows
+from .values import Change, Held, Passing, copies, put_rows
 from .waits import BarrierWait, EndWait, StepWait
 from .windows import Share, broken
-
-ModuleCall = Callable[[torch.nn.Module, "tuple[object, ...]", "dict[str, object]"], object]
 
 _index = attrgetter("index")
 _rows, _last = attrgetter("share.rows"), attrgetter("share.last")
@@ -48,6 +47,9 @@ class Hub:
         mediators: the blocks by request.
         ended: requests whose block ended them (by an exception or `stop`) and that the engine has yet to end.
         edited: requests whose block changed what the model computes; the engine takes them out once they are gone.
+        served: ports of modules that were waited for when they fired in this step.
+        learned: order and shapes of the ports, once a step was recorded.
+        calls: modules that run for a block or the engine, with no port firing.
     """
 
     def __init__(self, model: torch.nn.Module, call: ModuleCall | None = None, *, compiled: bool = False) -> None:
@@ -55,14 +57,13 @@ class Hub:
         self.mediators: dict[str, Mediator] = {}
         self.ended: set[str] = set()
         self.edited: set[str] = set()
+        self.served: set[Port] = set()
         self._grouped: dict[str, Mediator] = {}
         self._done: set[str] = set()
-        self._modules = [*model.modules()]
         self._compiled = compiled
-        self._drew = self._draws = True
-        self._random: list[bytes] | None = None
+        self._draws = Draws(model)
         self._hooks = Hooks(model, self.fire)
-        self._call_module = call or (lambda module, args, kwargs: module(*args, **kwargs))
+        self.calls = Calls(self._hooks.module, call)
         self._vocabulary: int | None = None
         self._waiting: dict[Port, list[Mediator]] = {}
         self._firing: list[Mediator] = []
@@ -71,26 +72,19 @@ class Hub:
         self._steps: dict[str, int] = {}
         self._recorder: Recorder | None = None
         self._place = Place()
-        self._learned: Learned | None = None
-        self._inside = False
+        self.learned: Learned | None = None
         self._thread = get_ident()
 
     # --- requests
 
     def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
-        """Take in a block; its first turn comes with the first step of its request.
-
-        Args:
-            request: id of the request.
-            mediator: the block.
-            vocabulary: size of the model's vocabulary, the bound of the token ids that it may write.
-        """
+        """Take in the block of a request, whose first step brings its first turn; `vocabulary` bounds its tokens."""
         self._vocabulary = vocabulary
-        self._draws = self._drew or draws(self._modules)
+        self._draws.look()
         self.mediators[request] = mediator
         mediator.request = request
         mediator.place = self._place
-        mediator.caller = self._call
+        mediator.caller = self.calls.call
         if mediator.member is not None:
             self._grouped[request] = mediator
 
@@ -109,6 +103,11 @@ class Hub:
         if not self.mediators:
             self._hooks.clear()
         return mediator
+
+    def left(self, request: str) -> None:
+        """The request has left the engine. Its block gets no step any more, so others need not wait for it."""
+        self.mediators[request].left = True
+        self._guarded(lambda: self._meetings.see_end(self.mediators[request]))
 
     def end(self, request: str, result: object) -> None:
         """The request has ended with `result`: run its block to the end."""
@@ -129,11 +128,6 @@ class Hub:
         done, self._done = frozenset(self._done), set()
         return done
 
-    @property
-    def learned(self) -> Learned | None:
-        """Order and shapes of the ports, once a step was recorded."""
-        return self._learned
-
     def check_integrity(self) -> None:
         """Assert that nothing is left behind when no request is running.
 
@@ -152,28 +146,46 @@ class Hub:
 
     # --- one step
 
-    def begin(self, shares: Mapping[str, Share]) -> None:
-        """A step of the model begins; blocks that start now or waited for it get their turn."""
+    def begin(self, shares: Mapping[str, Share], without: Collection[str] = ()) -> None:
+        """A step of the model begins; blocks that start now or waited for it get their turn.
+
+        Args:
+            shares: whose rows are where.
+            without: requests whose blocks get none, or get it later (`enter`).
+        """
         self._shares = shares
+        self.served.clear()
         self._place.begin(shares)
         self._thread = get_ident()
-        present = [(request, share) for request, share in shares.items() if request in self.mediators]
-        present.sort(key=lambda item: self.mediators[item[0]].index)  # blocks of one trace, in their order
-        for request, share in present:
-            self._guarded(lambda request=request, share=share: self._begin(request, share))  # type: ignore[misc]
-        if self._learned is None and present and (self.needs_modules or not self._compiled):
+        present = self.enter(request for request in shares if request not in without)
+        if self.learned is None and present and (self.needs_modules or not self._compiled):
             SEAT.leave()
             self._recorder = Recorder()
             self._place.order = self._recorder.places
-            self._random = states()
+            self._draws.watch()
             self._hooks.watch_all()
-        if self._draws:
+        if self._draws.may:
             SEAT.leave()
+
+    def enter(self, requests: Iterable[str]) -> list[str]:
+        """The blocks of these requests get their turn at the beginning of the step that has begun."""
+        present = [request for request in requests if request in self.mediators]
+        present.sort(key=lambda request: self.mediators[request].index)  # blocks of one trace, in their order
+        for request in present:
+            self._guarded(partial(self._begin, request, self._shares[request]))
+        if self._place.sampling:
+            SEAT.leave()
+        return present
 
     @property
     def needs_modules(self) -> bool:
         """Whether a block waits for a module in this step. If not, the forward may run without hooks."""
         return any(not port.of_step for port in self._waiting)
+
+    @property
+    def wanted(self) -> list[Port]:
+        """Ports of modules that blocks wait for."""
+        return [port for port in self._waiting if not port.of_step]
 
     def pad(self, total: int) -> None:
         """The tensors of this step have `total` rows, some of them behind those of all requests."""
@@ -187,7 +199,7 @@ class Hub:
         """The forward is over: from here on each request has one row, for logits and samples."""
         self._place.forward_done()
         SEAT.leave()
-        self._see_draws()
+        self._draws.see()
 
     def fire(self, port: Port, value: object) -> object:
         """A port fires: give it to the blocks that wait for it.
@@ -197,7 +209,7 @@ class Hub:
 
         Other threads may use the same modules in the meantime; nothing fires for them.
         """
-        if self._inside or self._place.over or get_ident() != self._thread:
+        if self.calls.inside or self._place.over or get_ident() != self._thread:
             return None
         if self._recorder is not None and not port.of_step:
             self._recorder.note(port, value, self._rows())
@@ -205,6 +217,8 @@ class Hub:
         if waiting is None:
             return None
         self._place.at(port)
+        if not port.of_step:
+            self.served.add(port)
         if len(waiting) > 1:
             waiting.sort(key=_index)
         replaced: object = None
@@ -216,7 +230,7 @@ class Hub:
         except Exception as error:
             self.give_up(error)
         self._firing, self._place.firing = [], False
-        if self._draws or self._place.sampling:
+        if self._draws.may or self._place.sampling:
             SEAT.leave()
         return replaced
 
@@ -230,12 +244,18 @@ class Hub:
         if self._recorder is not None or all(mediator.done for mediator in self.mediators.values()):
             self._hooks.clear()
         SEAT.leave()
-        self._see_draws()
+        self._draws.see()
         if self._recorder is not None:
-            self._learned, self._recorder = self._recorder.learned(), None
-            self.tree.learn(self._learned)
+            self.learned, self._recorder = self._recorder.learned(), None
+            self.tree.learn(self.learned)
             self._place.learned = True
             self._place.order = self.tree.places
+
+    def end_over(self, request: str, error: LimitError) -> None:
+        """End a block that is over a limit, between two steps."""
+        mediator = self.mediators[request]
+        mediator.over(error)
+        self._guarded(lambda: self._end_with(mediator, request, error))
 
     def abandon_step(self) -> None:
         """The engine failed in this step: forget the step without running blocks."""
@@ -244,7 +264,8 @@ class Hub:
         self._waiting.clear()
         self._hooks.clear()
         SEAT.leave()
-        self._recorder = self._random = None
+        self._recorder = None
+        self._draws.forget()
         self._place.order = self.tree.places
 
     def give_up(self, error: Exception) -> None:
@@ -288,7 +309,7 @@ class Hub:
             self._end_with(mediator, request, mediator.member.unmet(mediator.wait.barrier, why))
             return
         if mediator.wait is None:
-            self._turn(mediator, mediator.start)
+            self._turn(mediator, mediator.go_on)
         elif isinstance(mediator.wait, StepWait) and mediator.wait.step == expected:
             self._turn(mediator, lambda: mediator.at_step(expected))
 
@@ -301,46 +322,39 @@ class Hub:
         self._meetings.see_end(mediator)
 
     def _serve(self, waiting: list[Mediator], port: Port, value: object) -> list[Change]:
-        """The turns of blocks at a port, and what they change there.
-
-        There will be more of them if one lets others go on at a barrier, and these ask for this port.
-        """
+        """The turns of blocks at a port, and what they change there. More blocks may come meanwhile, from a barrier."""
         window_of = _last if self._place.sampling else _rows
         changes: list[Change] = []
-        outside = Outside()
+        outside, passing = Outside(), Passing(value, port)
         served = 0
-        while served < len(waiting):
-            windows = [*map(window_of, waiting[served:])]
+        while batch := waiting[served:]:
+            served += len(batch)
+            windows = [*map(window_of, batch)]
             try:
-                made = copies(value, windows, port)
+                made, versions = copies(value, windows, port)
             except UnsupportedError as error:
-                for mediator in waiting[served:]:
+                for mediator in batch:
                     self._turn(mediator, partial(mediator.fail, error))
-                return changes
-            for copy, window in zip(made, windows, strict=True):
-                mediator = waiting[served]
-                served += 1
-                held = Held(copy)
+                continue
+            for mediator, copy, window in zip(batch, made, windows, strict=True):
                 if port.kind == SAMPLES:
-                    held.limit, held.fixed = self._vocabulary, mediator.fixed_samples
+                    passing = Passing(value, port, self._vocabulary, mediator.fixed_samples)
+                held = Held(copy, versions, window, passing)
                 mediator.at_port(port, held, outside)
-                self._went_on(mediator)
-                if held.left_alone or mediator.failure is not None:
-                    continue
-                changed = held.changes()
-                if changed is not None:
+                wait = mediator.wait
+                others = self._waiting.get(wait) if type(wait) is Port else None
+                if others is not None:  # the usual case, which `_went_on` has too
+                    others.append(mediator)
+                else:
+                    self._went_on(mediator)
+                if held.changed is not None and mediator.failure is None:
                     self.edited.add(mediator.request)
                     mediator.edited = mediator.edited or not port.of_step
-                    changes.append((changed, window))
+                    changes.append((held.changed, window))
         return changes
 
     def _missed(self, mediator: Mediator, port: Port) -> None:
-        known = port in self.tree.places or port.of_step
-        why = "" if known else " The engine does not call this module as a module (or not in this mode)."
-        error = PortNotReachedError(
-            f"{port} did not come in step {mediator.step}: the module was not called.{why} "
-            "Look at the model's tree for modules with output shapes; those were called."
-        )
+        error = not_reached(port, mediator.step, port in self.tree.places or port.of_step)
         self._turn(mediator, lambda: mediator.fail(error))
 
     def _turn(self, mediator: Mediator, turn: Callable[[], None]) -> None:
@@ -371,15 +385,7 @@ class Hub:
             self._meetings.see_end(mediator)
         elif isinstance(port, EndWait):
             self._done.add(mediator.request)
-
-    def _call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """Run a module for a block, on copies, with no port firing."""
-        inside, self._inside = self._inside, True
-        try:
-            copies = map_tensors((args, kwargs), torch.Tensor.clone)
-            return self._call_module(self._hooks.module(address), *copies)  # type: ignore[misc]
-        finally:
-            self._inside = inside
+            self._meetings.see_end(mediator)
 
     def _guarded(self, action: Callable[[], object]) -> object:
         """Run an action of the hub; its own errors end every block but never the engine."""
@@ -388,13 +394,6 @@ class Hub:
         except Exception as error:
             self.give_up(error)
             return None
-
-    def _see_draws(self) -> None:
-        """Note whether the recorded forward drew random numbers of its own."""
-        if self._random is not None:
-            self._drew = self._random != states()
-            self._draws = self._drew or draws(self._modules)
-            self._random = None
 
     def _rows(self) -> int | None:
         window = next(iter(self._shares.values())).rows

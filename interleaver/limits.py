@@ -14,7 +14,7 @@ class Limits(msgspec.Struct, frozen=True):
     Attributes:
         time: seconds that one turn may take, from being resumed to asking for the next port.
         memory: what one turn may add to the process's resident memory: bytes, or below 1 a share of the memory that
-            is available when the turn begins.
+            is available when the turn begins. The block may hold as much on a GPU.
         saves: bytes of all that one trace saves.
     """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import FrameType
 
 import greenlet
 
@@ -17,6 +18,7 @@ from ..envoy.address import Port, port_at
 from ..envoy.errors import (
     InternalError,
     InvokeError,
+    LimitError,
     MemoryLimitError,
     PortError,
     PortPassedError,
@@ -32,12 +34,13 @@ from .limits import Limits
 from .memory import give_back
 from .meter import fitting, size_of
 from .modes import Outside, Turns
+from .padding import padded
 from .place import Place
 from .stages import CALL, Script
 from .streamed import Streamed
 from .values import Held
 from .views import Part, view, with_part
-from .waits import BarrierWait, CallWait, EndWait, StepWait, Wait
+from .waits import WAITS, BarrierWait, CallWait, EndWait, StepWait, Wait
 from .windows import Share
 
 
@@ -60,7 +63,6 @@ class Mediator(active.Session):
         place: how far the model has come.
         apart: a barrier has let it go on, maybe when its own step was over.
         script: what it reads in this and other stages of a pipeline; None if there is one stage.
-        calls_apart: it calls modules by handing over (`CallWait`), not in its turn.
         failure: the exception that ended it.
         failed_at: the port that it was at then.
         stopped: it called `stop`.
@@ -73,6 +75,7 @@ class Mediator(active.Session):
         member: its place among the blocks of its trace; None if it is alone.
         index: the number of that place; blocks at the same port have their turns in this order.
         streamed: what it streamed in this step; None if nobody listens, and ``stream=True`` is an ordinary save.
+        left: its request has left the engine, so no further step comes.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Mediator(active.Session):
         self.saved: list[Saved] = []
         self.warnings: list[tuple[str, int]] = []
         self.partial_prompt = False
+        self.left = False
         self.fixed_samples: str | None = None
         self.member: Member | None = None
         self.index = 0
@@ -106,7 +110,6 @@ class Mediator(active.Session):
         self.place = Place()
         self.apart = False
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
-        self.calls_apart = False
         self.script: Script | None = None
         self._turns = turns
         self._body = body
@@ -114,7 +117,7 @@ class Mediator(active.Session):
         self.held: Held | None = None
         self._ended = False
         self._result: object = None
-        self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(_padded, _PADDING, self._run))
+        self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(padded, self._run))
 
     # --- the engine's side
 
@@ -123,8 +126,8 @@ class Mediator(active.Session):
         """The block has ended, in whatever way."""
         return self._greenlet is None
 
-    def start(self) -> None:
-        """Its first turn."""
+    def go_on(self) -> None:
+        """Its first turn, or the next one from a barrier on that all have come to."""
         self._turn(None)
 
     def at_port(self, port: Port, held: Held, outside: Outside) -> None:
@@ -150,9 +153,10 @@ class Mediator(active.Session):
         self.port, self.held = wait.port, wait.held
         self._turn(result, error)
 
-    def at_barrier(self) -> None:
-        """Its turn when all blocks have come to the barrier that it waits at."""
-        self._turn(None)
+    @property
+    def waits_for_end(self) -> bool:
+        """Whether it goes on when its request has ended, and not before."""
+        return isinstance(self.wait, EndWait) or (self.left and isinstance(self.wait, StepWait))
 
     def end(self, result: object) -> None:
         """The request has ended: let the block run to its end."""
@@ -172,6 +176,16 @@ class Mediator(active.Session):
     def fail(self, error: Exception) -> None:
         """Raise `error` in the block, at the line where it waits."""
         self._turn(None, error)
+
+    def over(self, error: LimitError) -> None:
+        """It is over a limit: whatever it has its next turn for, it ends with `error`, and lets go of what it held."""
+        if self._guard is not None:
+            self._guard.error = self._guard.error or error
+
+    @property
+    def frame(self) -> FrameType | None:
+        """The innermost of its frames, while it waits."""
+        return self._greenlet.gr_frame if self._greenlet is not None else None
 
     def drop(self, error: BaseException) -> None:
         """End the block from outside, without another turn of the user's code."""
@@ -219,23 +233,25 @@ class Mediator(active.Session):
         self.saved = []
 
     def _turn(self, value: object, error: Exception | None = None, outside: Outside | None = None) -> None:
-        block = self._greenlet
+        block, turns = self._greenlet, self._turns
         assert block is not None, "a block that has ended has no turns"
         outside = outside or Outside()
         self.wait = None
-        self._turns.begin(outside)
+        light = turns.light(outside)
+        if not light:
+            turns.begin(outside)
         try:
             if self._guard is not None:
                 given = self._guard.turn(block, value, error)
             else:
                 given = block.switch(value) if error is None else block.throw(error)
-            if type(given) in _WAITS:
+            if type(given) in WAITS:
                 self.wait = given  # type: ignore[assignment]  # one of them
         finally:
-            over = self.wait is None
-            self._turns.end(outside, over=over)
+            if not light:
+                turns.end(outside, over=self.wait is None)
             self.port = self.held = None
-        if over:
+        if self.wait is None:
             self._greenlet = None
             if self._guard is not None:
                 self._leave(self._guard)
@@ -292,24 +308,17 @@ class Mediator(active.Session):
     def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         script, port = self.script, port_at(address, CALL)
         if script is not None:
-            told = script.next(port)
-            if told is not None:
+            if (told := script.next(port)) is not None:
                 return told.value
             if not script.places.here(address):
-                self._switch(port)
+                self.hand_over(port)
                 return self.held.value  # type: ignore[union-attr]  # it was told
-        result = self._called(address, args, kwargs)
+        assert self.caller is not None, "the hub sets it"
+        self._turns.sit()  # the module may draw
+        result = self.caller(address, args, kwargs)
         if script is not None:
             script.note(port, result)
         return result
-
-    def _called(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        assert self.caller is not None, "the hub sets it"
-        self._turns.sit()  # the module may draw
-        if self.calls_apart:
-            wait, self.held = CallWait(address, (args, kwargs), self.port, self.held), None  # it stays at its port
-            return self._switch(wait)
-        return self.caller(address, args, kwargs)
 
     def advance(self, step: int) -> bool:
         if self._ended:
@@ -318,14 +327,16 @@ class Mediator(active.Session):
             return True
         if step < self.step:
             raise StepError(f"step {step} has passed: the request is in step {self.step}, and steps do not come again.")
-        return bool(self._switch(StepWait(step)))
+        return bool(self.hand_over(StepWait(step)))
 
     def result(self) -> object:
-        return self._result if self._ended else self._switch(EndWait())
+        return self._result if self._ended else self.hand_over(EndWait())
 
     def stop(self) -> None:
         if self._ended:
             raise StepError("`tracer.stop()` came after the request had ended.")
+        if self.held is not None:
+            self.held.settle()
         self.stopped_at = self.line()
         raise StopBlock
 
@@ -333,7 +344,7 @@ class Mediator(active.Session):
         if self._ended:
             raise InvokeError("the block came to a barrier when its request had ended: no other block can meet it.")
         if count > 1:
-            self._switch(BarrierWait(barrier, count))
+            self.hand_over(BarrierWait(barrier, count))
 
     def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
         line, sent = self.line(), False
@@ -365,16 +376,17 @@ class Mediator(active.Session):
             passed = place.passed(port, self.request, self.step)
             if passed is not None:
                 raise PortPassedError(passed)
-        self._switch(port)
+        self.hand_over(port)
 
     def _leave_port(self) -> None:
         self._turns.check()
         if self.held is not None:
             self.held.settle()
             if self.script is not None and self.port is not None and not self.port.of_step:
-                self.edited = self.edited or not self.held.left_alone  # also where another stage had it
+                self.edited = self.edited or self.held.changed is not None  # also where another stage had it
 
-    def _switch(self, wait: Wait) -> object:
+    def hand_over(self, wait: Wait) -> object:
+        """Wait; gives what its next turn is given."""
         self._leave_port()
         if self._guard is not None and (self.saved or self._guard.error is not None):
             self._guard.check(self.saved)
@@ -383,21 +395,3 @@ class Mediator(active.Session):
             raise PortError(f"a port was asked for outside the block's own flow of control (in {current!r}).")
         assert current.parent is not None
         return current.parent.switch(wait)
-
-
-_WAITS = frozenset((Port, StepWait, EndWait, BarrierWait, CallWait))
-
-_PADDING = 24
-"""Calls through C below a block, of about four C frames each.
-
-An error of torch walks up to 64 frames of the C stack where it is raised. Above the first frame of a greenlet there is
-whatever called it last, not what started it: a walk that gets there crashes the process. So it never gets there.
-"""
-
-
-def _padded(depth: int, run: Callable[[object], None], first: object) -> None:
-    """Call `run` with `depth` calls through C around it (`partial` is written in C)."""
-    if depth:
-        partial(_padded, depth - 1, run, first)()
-    else:
-        run(first)

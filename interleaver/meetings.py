@@ -33,7 +33,7 @@ class Meetings:
         while first and self._released:  # a block that meets others again does not nest
             other = self._released[0]
             if isinstance(other.wait, BarrierWait):
-                self._turn(other, other.at_barrier)
+                self._turn(other, other.go_on)
             self._released.popleft()
 
     def see_end(self, mediator: Mediator) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..envoy.errors import MisuseError
+from ..tracer.effects import MODES, PRINTS, TORCH
 from .generator import SEAT, Stream
 from .torch_compat import (
     autocast_on,
@@ -37,43 +38,48 @@ class Outside:
     Attributes:
         grad: gradients are recorded.
         dtype: the default dtype.
-        stdout: where prints go.
-        modes: which modes are on that torch keeps on stacks.
     """
 
-    __slots__ = ("dtype", "grad", "modes", "stdout")
+    __slots__ = ("dtype", "grad")
 
     def __init__(self) -> None:
         self.grad = grad_on()
         self.dtype = default_dtype()
-        self.stdout = sys.stdout
-        self.modes = (inference_on(), function_modes(), dispatch_modes(), autocast_on())
 
 
 class Turns:
     """The torch state of one block, and of the engine around it.
 
-    `begin` and `end` are called by the engine's side around each turn, `check` by the block before it hands over.
-    Torch's generator stays the block's after a turn, until the hub gives it back (`SEAT.leave`).
+    `begin` and `end` are called by the engine's side around each turn, `check` by the block before it hands over; a
+    turn that is `light` needs none of them. Torch's generator stays the block's after a turn, until the hub gives it
+    back (`SEAT.leave`).
 
     Args:
         seed: where the block's random numbers start.
         printed: takes what the block prints; None lets it out as usual.
-        uses: random sources that the block may draw from: ``"torch"``, ``"random"``, ``"numpy"``.
+        uses: what the block may touch (`tracer.effects`, and ``"random"``, ``"numpy"``).
     """
 
-    def __init__(self, seed: int, printed: io.StringIO | None, uses: Collection[str] = ("torch",)) -> None:
+    def __init__(self, seed: int, printed: io.StringIO | None, uses: Collection[str] = (TORCH, MODES, PRINTS)) -> None:
         self._random = Stream(seed)
-        self._draws = "torch" in uses
+        self._draws = TORCH in uses
+        self._changes = MODES in uses
         self._grad = torch.is_grad_enabled()
         self._dtype = torch.get_default_dtype()
-        self._printed = printed
-        self._outside: Outside | None = None
+        self._printed = printed if PRINTS in uses else None
+        self._stdout = sys.stdout
+        self._stacked: tuple[bool, int, int, bool] | None = None
         self._others = [_OTHERS[name](seed) for name in uses if name in _OTHERS]
+        self._light = not (self._draws or self._changes or self._others or self._printed is not None)
+
+    def light(self, outside: Outside) -> bool:
+        """Whether the block touches nothing of the state, and what it depends on is as it was when the block came."""
+        return self._light and self._grad is outside.grad and self._dtype is outside.dtype
 
     def begin(self, outside: Outside) -> None:
         """Bring in the block's state; the engine's is `outside`."""
-        self._outside = outside
+        if self._changes:
+            self._stacked = _stacked_modes()
         if self._draws:
             self.sit()
         if self._grad is not outside.grad:
@@ -83,7 +89,7 @@ class Turns:
         if self._others:
             self._swap()
         if self._printed is not None:
-            sys.stdout = self._printed
+            self._stdout, sys.stdout = sys.stdout, self._printed
 
     def end(self, outside: Outside, *, over: bool) -> None:
         """Put the block's state aside and bring back the engine's.
@@ -92,8 +98,8 @@ class Turns:
             outside: that of the engine, as in `begin`.
             over: the block has ended, maybe inside of a mode; one that goes on has passed `check`.
         """
-        if over:
-            leave_modes(*outside.modes)
+        if over and self._stacked is not None:
+            leave_modes(*self._stacked)
         self._grad = grad_on()
         self._dtype = default_dtype()
         if self._grad is not outside.grad:
@@ -103,7 +109,7 @@ class Turns:
         if self._others:
             self._swap()
         if self._printed is not None:
-            sys.stdout = outside.stdout
+            sys.stdout = self._stdout
 
     def sit(self) -> None:
         """Have torch draw the block's random numbers."""
@@ -120,13 +126,16 @@ class Turns:
         Raises:
             MisuseError: a mode was entered in this turn and not left.
         """
-        assert self._outside is not None, "the block has its turn"
-        if (inference_on(), function_modes(), dispatch_modes(), autocast_on()) != self._outside.modes:
+        if self._stacked is not None and _stacked_modes() != self._stacked:
             raise MisuseError(
                 "a port was asked for inside a torch mode (`inference_mode(...)`, `autocast`, `torch.device(...)`, "
                 "...) that the block opened. The model would run under it, so leave it first: read the port, then open "
                 "the mode around your own computation."
             )
+
+
+def _stacked_modes() -> tuple[bool, int, int, bool]:
+    return inference_on(), function_modes(), dispatch_modes(), autocast_on()
 
 
 class _PythonRandom:

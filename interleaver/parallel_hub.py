@@ -11,7 +11,7 @@ call a module in its turn: it hands over saying so, and the ranks call it togeth
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,13 +22,14 @@ import torch
 from ..envoy.address import INPUT, OUTPUT, SAMPLES, Port, port_at
 from ..envoy.errors import InternalError, RanksError, UnsupportedError
 from ..tracer.failure import Failure, describe, rebuild
+from .calls import ModuleCall
 from .generator import SEAT
-from .hub import Hub, ModuleCall
+from .hub import Hub
 from .mediator import Mediator
 from .modes import Outside
 from .recorder import Recorder
 from .shards import Shards, checksum
-from .values import Change, Held, tensors_of
+from .values import Change, Held, Passing, copies, tensors_of
 from .waits import BarrierWait, CallWait, StepWait
 from .windows import Share, Window
 
@@ -59,15 +60,26 @@ class ParallelHub(Hub):
     def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
         """See `Hub`."""
         super().add(request, mediator, vocabulary)
-        mediator.calls_apart = True
+        mediator.caller = partial(self._ask, mediator)
 
-    def begin(self, shares: Mapping[str, Share]) -> None:
+    def begin(self, shares: Mapping[str, Share], without: Collection[str] = ()) -> None:
         """See `Hub`."""
-        super().begin(shares)
+        super().begin(shares, without)
         if type(self._recorder) is Recorder:
             self._recorder = _Recorder(self._shards)
             self._place.order = self._recorder.places
+
+    def enter(self, requests: Iterable[str]) -> list[str]:
+        """See `Hub`."""
+        present = super().enter(requests)
         if self.mediators:
+            self._settle()
+        return present
+
+    def left(self, request: str) -> None:
+        """See `Hub`."""
+        super().left(request)
+        if self._turned:
             self._settle()
 
     def fire(self, port: Port, value: object) -> object:
@@ -108,22 +120,23 @@ class ParallelHub(Hub):
         turns: list[tuple[Mediator, Held, Window | None]] = []
         served = 0
         while served < len(waiting) or self._answer_calls():
-            windows = [m.share.last if self._place.sampling else m.share.rows for m in waiting[served:]]
+            batch = waiting[served:]
+            served += len(batch)
+            windows = [m.share.last if self._place.sampling else m.share.rows for m in batch]
             if not windows:
                 continue
             try:
-                made = self._shards.copies(value, windows, port)
+                whole, places = self._shards.whole_rows(value, windows, port)
+                made, versions = copies(whole, places, port)
             except UnsupportedError as error:
-                for mediator in waiting[served:]:
-                    served += 1
+                for mediator in batch:
                     self._turn(mediator, partial(mediator.fail, error))
                 continue
-            for copy, window in zip(made, windows, strict=True):
-                mediator = waiting[served]
-                served += 1
-                held = Held(copy)
+            passing = Passing(whole, port)
+            for mediator, copy, window, place in zip(batch, made, windows, places, strict=True):
                 if port.kind == SAMPLES:
-                    held.limit, held.fixed = self._vocabulary, mediator.fixed_samples
+                    passing = Passing(whole, port, self._vocabulary, mediator.fixed_samples)
+                held = Held(copy, versions, place, passing)
                 mediator.at_port(port, held, outside)
                 self._went_on(mediator)
                 turns.append((mediator, held, window))
@@ -132,8 +145,8 @@ class ParallelHub(Hub):
     def _changes(self, turns: list[tuple[Mediator, Held, Window | None]], port: Port) -> list[Change]:
         changes: list[Change] = []
         for mediator, held, window in turns:
-            changed = None if held.left_alone or mediator.failure is not None else held.changes()
-            if changed is not None:
+            changed = held.changed
+            if changed is not None and mediator.failure is None:
                 self.edited.add(mediator.request)
                 mediator.edited = mediator.edited or not port.of_step
                 changes.append((changed, window))
@@ -162,9 +175,14 @@ class ParallelHub(Hub):
                 self._turn(mediator, turn)
         return True
 
+    def _ask(self, mediator: Mediator, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """Run by a block: have a module called, while it stays at its port."""
+        wait, mediator.held = CallWait(address, (args, kwargs), mediator.port, mediator.held), None
+        return mediator.hand_over(wait)
+
     def _called(self, wait: CallWait) -> object:
         arguments: Any = self._shards.part(wait.arguments, port_at(wait.address, INPUT))
-        return self._shards.whole(self._call(wait.address, *arguments), port_at(wait.address, OUTPUT))
+        return self._shards.whole(self.calls.call(wait.address, *arguments), port_at(wait.address, OUTPUT))
 
     # --- agreements
 
@@ -172,7 +190,7 @@ class ParallelHub(Hub):
         """Agree, until no block of any rank waits for a call."""
         while self._answer_calls() or self._agree() or self._turned:
             pass
-        if self._draws or self._place.sampling:
+        if self._draws.may or self._place.sampling:
             SEAT.leave()
 
     def _agree(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from ..envoy.address import LOGITS, SAMPLES, Port
+from ..envoy.errors import PortNotReachedError
 
 
 class Place:
@@ -86,3 +87,12 @@ class Place:
             f"({'after all modules' if late else f'place {self.number} in execution order'}), and {its_place}. "
             "Read ports in execution order, and keep what you read in a variable."
         )
+
+
+def not_reached(port: Port, step: int, known: bool) -> PortNotReachedError:
+    """The error of a block that waited for a port in vain; `known` if there is such a one in other steps."""
+    why = "" if known else " The engine does not call this module as a module (or not in this mode)."
+    return PortNotReachedError(
+        f"{port} did not come in step {step}: the module was not called.{why} "
+        "Look at the model's tree for modules with output shapes; those were called."
+    )

@@ -18,7 +18,7 @@ from ..envoy.address import Port
 from ..envoy.errors import UnsupportedError
 from .layout import Layout
 from .ranks import Ranks
-from .values import Change, copies, map_tensors, row_dim, tensors_of
+from .values import Change, map_tensors, row_dim, tensors_of
 from .windows import Window
 
 
@@ -57,27 +57,29 @@ class Shards:
         self._layouts = layouts
         self._seen: set[tuple[Port, int]] = set()
 
-    def copies(self, value: object, windows: Sequence[Window | None], port: Port) -> Sequence[object]:
-        """As `values.copies`, of the whole.
+    def whole_rows(
+        self, value: object, windows: Sequence[Window | None], port: Port
+    ) -> tuple[object, Sequence[Window | None]]:
+        """The whole of what a port holds, as far as blocks have rows of it, and where these are in it.
 
         Raises:
             UnsupportedError: the rows cannot be told, or how the parts make the whole is not known.
         """
         if port.of_step:
-            return copies(value, windows, port)
+            return value, windows
         tensors = tensors_of(value)
         layouts = self._of(port, tensors)
         rows = [_rows(tensor, windows, port) for tensor in tensors]
         self._check(port, rows, layouts)
         if all(layout.whole for layout in layouts):
-            return copies(value, windows, port)
+            return value, windows
         number = count()
 
         def whole(_: torch.Tensor) -> torch.Tensor:
             at = next(number)
             return rows[at] if layouts[at].whole else layouts[at].join(self.ranks.gather(rows[at], port))
 
-        return copies(map_tensors(value, whole), _closed_up(windows), port)
+        return map_tensors(value, whole), _closed_up(windows)
 
     def cut(self, value: object, changes: Sequence[Change], port: Port) -> list[Change]:
         """This rank's part of what blocks put in place of a value."""

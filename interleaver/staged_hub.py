@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -50,11 +50,6 @@ class Staged(Hub):
         self.tree = places.tree
         self._hooks = _StageHooks(model, self.fire)
 
-    @property
-    def learned(self) -> Learned | None:
-        """See `Hub`; of this stage and those before it."""
-        return combined(self._before, self._learned)
-
     def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
         """See `Hub`."""
         super().add(request, mediator, vocabulary)
@@ -65,7 +60,8 @@ class Staged(Hub):
     def hear(self, data: bytes) -> None:
         """What the stages before this one have read in the step that begins."""
         learned, blocks = decode(data, self._device())
-        self._before = learned or self._before
+        if learned is not None:
+            self._before, self.learned = learned, combined(learned, self.learned)
         for request, told in blocks.items():
             self._give(request, told)
             script = self.mediators[request].script if request in self.mediators else None
@@ -90,9 +86,9 @@ class Staged(Hub):
             if mediator is not None and mediator.script is not None:
                 failure = describe(mediator.failure) if mediator.failure is not None else None
                 blocks[request] = Told(mediator.script.read, failure)
-        learned = self._learned if not self._told_order else None
-        self._told_order = self._learned is not None
-        return encode((combined(self._before, learned) if learned is not None else None, blocks))
+        learned = self.learned if not self._told_order else None
+        self._told_order = self.learned is not None
+        return encode((learned, blocks))
 
     def tell_back(self) -> dict[str, bytes]:
         """For the stages before this one, which is the last: what blocks that go on have read in this step."""
@@ -134,13 +130,13 @@ class Staged(Hub):
 
     # --- one step
 
-    def begin(self, shares: Mapping[str, Share]) -> None:
+    def begin(self, shares: Mapping[str, Share], without: Collection[str] = ()) -> None:
         """See `Hub`."""
         for request in shares:
             mediator = self.mediators.get(request)
             if mediator is not None and mediator.script is not None and not mediator.done:
                 mediator.script.begin()
-        super().begin(shares)
+        super().begin(shares, without)
 
     def finish_step(self) -> None:
         """See `Hub`; what blocks still wait for may come in a later stage."""
@@ -149,7 +145,10 @@ class Staged(Hub):
             for mediator in self.mediators.values():
                 if mediator.streamed is not None:
                     mediator.streamed.take()
+        known = self.learned
         super().finish_step()
+        if self.learned is not known:
+            self.learned = combined(self._before, self.learned)
         self.edited.update(request for request, mediator in self.mediators.items() if mediator.edited)
 
     def _after_turns(self) -> None:

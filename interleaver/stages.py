@@ -21,7 +21,7 @@ from ..envoy.address import Port, port_at
 from ..envoy.errors import PortPassedError, RanksError
 from ..envoy.tree import Learned, ModuleInfo, ModuleTree
 from ..tracer.failure import Failure, rebuild
-from .values import Held, map_tensors
+from .values import Held, Passing, map_tensors
 
 CALL = "call"
 """The kind of what stands for a port where a block calls a module."""
@@ -147,7 +147,7 @@ class Script:
                 )
             if entry.stage < self.places.stage:
                 self.read.append(entry._replace(value=map_tensors(entry.value, torch.Tensor.clone)))
-            return Held(entry.value)
+            return Held(entry.value, None, None, Passing(entry.value, port))
         if self.failure is not None:
             raise rebuild(self.failure)
         if self.places.earlier(port):

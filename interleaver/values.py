@@ -14,12 +14,13 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import count
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
 from ..envoy.address import Port
 from ..envoy.errors import UnsupportedError, WriteError
+from .fit import check_fit, describe, named
 from .torch_compat import inference_mode, inference_on, split_with_sizes_copy, version_of
 from .windows import Window
 
@@ -80,7 +81,12 @@ def row_dim(tensor: torch.Tensor, window: Window, where: Port) -> int:
     )
 
 
-def copies(value: object, windows: Sequence[Window | None], where: Port) -> Sequence[object]:
+Versions: TypeAlias = int | list[int] | None
+"""How often private copies were changed when they were new: of a tensor, of the tensors of a flat tuple; None for other
+structures."""
+
+
+def copies(value: object, windows: Sequence[Window | None], where: Port) -> tuple[Sequence[object], Versions]:
     """A private copy of each request's rows (all rows where the window is None), made with as few calls as can be.
 
     Args:
@@ -88,50 +94,63 @@ def copies(value: object, windows: Sequence[Window | None], where: Port) -> Sequ
         windows: rows of each request; no two overlap.
         where: the port, for messages.
 
+    Returns:
+        The copies, and the versions of their tensors, which all of them have in common.
+
     Raises:
         UnsupportedError: the rows cannot be told (`row_dim`).
     """
     if inference_on():
         with inference_mode(False):
             return copies(value, windows, where)
-    if len(windows) == 1:
-        return (_copy(value, windows[0], where),)
     if type(value) is torch.Tensor:
-        return _split(value, windows, where)
-    if type(value) is tuple and value and all(part is None or type(part) is torch.Tensor for part in value):
-        nothing = [None] * len(windows)
-        parts = (_split(part, windows, where) if part is not None else nothing for part in value)
-        return [*zip(*parts, strict=True)]
-    return [_copy(value, window, where) for window in windows]
+        pieces = _pieces(value, windows, where)
+        return pieces, version_of(pieces[0])
+    if type(value) is tuple and value and all(type(part) is torch.Tensor for part in value):
+        columns = [_pieces(part, windows, where) for part in value]
+        return [*zip(*columns, strict=True)], [version_of(column[0]) for column in columns]
+    return [_copy(value, window, where) for window in windows], None
 
 
 def _copy(value: object, window: Window | None, where: Port) -> object:
-    if not isinstance(value, torch.Tensor):
-        return map_tensors(value, lambda tensor: cast(torch.Tensor, _copy(tensor, window, where)))
-    if value.requires_grad:
-        value = value.detach()
+    return map_tensors(value, lambda tensor: _piece(tensor, window, where))
+
+
+def _piece(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Tensor:
+    """A copy of one run of rows."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if window is not None:
-        dim = row_dim(value, window, where)
+        dim = row_dim(tensor, window, where)
         if window.length != window.total:
-            value = value.narrow(dim, window.start, window.length)
-    return value.clone()
+            tensor = tensor.narrow(dim, window.start, window.length)
+    return tensor.clone()
 
 
-def _split(value: torch.Tensor, windows: Sequence[Window | None], where: Port) -> Sequence[torch.Tensor]:
+def _pieces(tensor: torch.Tensor, windows: Sequence[Window | None], where: Port) -> Sequence[torch.Tensor]:
     """Copies of several runs of rows: in one call where they are most of the tensor."""
+    if len(windows) == 1:
+        return (_piece(tensor, windows[0], where),)
     cut = _cut(tuple(windows))
-    if cut is None or value.requires_grad:
-        return [cast(torch.Tensor, _copy(value, window, where)) for window in windows]
-    parts = split_with_sizes_copy(value, cut.sizes, row_dim(value, cut.window, where))
-    return [parts[place] for place in cut.places]
+    if cut is None or tensor.requires_grad:
+        return [_piece(tensor, window, where) for window in windows]
+    parts = split_with_sizes_copy(tensor, cut.sizes, row_dim(tensor, cut.window, where))
+    return parts if cut.in_order else [parts[place] for place in cut.places]
 
 
 class _Cut(NamedTuple):
-    """A tensor's rows in pieces: their sizes, and which of them are those of the requests, the first one's being
-    `window`."""
+    """A tensor's rows in pieces.
+
+    Attributes:
+        sizes: of the pieces.
+        places: which of them are those of the requests.
+        in_order: these are all, one after the other.
+        window: the first of the requests' rows.
+    """
 
     sizes: list[int]
     places: list[int]
+    in_order: bool
     window: Window
 
 
@@ -152,7 +171,7 @@ def _cut(windows: tuple[Window | None, ...]) -> _Cut | None:
         end = window.start + window.length
     if taken[0][0].total > end:
         sizes.append(taken[0][0].total - end)
-    return _Cut(sizes, places, taken[0][0])
+    return _Cut(sizes, places, places == [*range(len(sizes))], taken[0][0])
 
 
 Change = tuple["list[torch.Tensor | None]", "Window | None"]
@@ -164,7 +183,7 @@ def put_rows(value: object, changes: Sequence[Change], where: Port) -> object:
 
     Args:
         value: what the module took or gave, whole.
-        changes: of each request that changed something (`Held.changes`); no two have rows in common.
+        changes: of each request that changed something (`Held.changed`); no two have rows in common.
         where: the port, for messages.
     """
     if type(value) is torch.Tensor:
@@ -201,36 +220,73 @@ def _like(change: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return change.clone() if change.stride() == tensor.stride() else torch.empty_like(tensor).copy_(change)
 
 
+class Passing:
+    """What passes at a port, which is whole, and what blocks may do with their rows of it.
+
+    Attributes:
+        value: what the module took or gave.
+        port: the port.
+        limit: for token ids, the size of the vocabulary.
+        fixed: why the value cannot be changed; None if it can.
+    """
+
+    __slots__ = ("_shapes", "fixed", "limit", "port", "value")
+
+    def __init__(self, value: object, port: Port, limit: int | None = None, fixed: str | None = None) -> None:
+        self.value = value
+        self.port = port
+        self.limit = limit
+        self.fixed = fixed
+        self._shapes: dict[int, list[torch.Size]] = {}
+
+    def shapes(self, window: Window | None) -> list[torch.Size]:
+        """The shapes of a request's rows of each tensor."""
+        if window is None:
+            return [tensor.shape for tensor in tensors_of(self.value)]
+        found = self._shapes.get(window.length)
+        if found is None:
+            found = [self._of_rows(tensor, window) for tensor in tensors_of(self.value)]
+            self._shapes[window.length] = found
+        return found
+
+    def _of_rows(self, tensor: torch.Tensor, window: Window) -> torch.Size:
+        dim = row_dim(tensor, window, self.port)
+        return torch.Size((*tensor.shape[:dim], window.length, *tensor.shape[dim + 1 :]))
+
+
 class Held:
     """What a block holds of the port that it is at: the copy, and whether it was changed.
 
+    Args:
+        copy: its copy of `passing`, one of `copies`.
+        versions: those that came with it.
+        window: the block's rows.
+        passing: what passes there.
+
     Attributes:
         value: the copy, or what was assigned in its place.
-        limit: for token ids, the size of the vocabulary.
-        fixed: why the value cannot be changed; None if it can.
-        left_alone: the block has gone on, and has changed nothing (`settle`).
+        changed: what the block has put in place of the tensors, when it has gone on (`settle`): one entry per tensor,
+            None for the untouched ones; None if nothing was touched.
 
     Edits go back by their place in the structure. The block may change lists and dicts of its copy, so how these were
     is kept.
     """
 
-    __slots__ = ("_containers", "_copy", "_shapes", "_tensors", "_version", "fixed", "left_alone", "limit", "value")
+    __slots__ = ("_containers", "_copy", "_passing", "_tensors", "_versions", "_window", "changed", "value")
 
-    def __init__(self, value: object, limit: int | None = None, fixed: str | None = None) -> None:
-        self.value = self._copy = value
-        self.limit = limit
-        self.fixed = fixed
-        self.left_alone = False
+    def __init__(self, copy: object, versions: Versions, window: Window | None, passing: Passing) -> None:
+        self.value = self._copy = copy
+        self._versions = versions
+        self._window = window
+        self._passing = passing
+        self.changed: list[torch.Tensor | None] | None = None
+        self._tensors: Any = copy  # in the usual cases, a tensor and a flat tuple of them
         self._containers: object = None
-        if type(value) is torch.Tensor:  # the usual case, here and below, is told apart quickly
-            self._version: int | list[int] = version_of(value)
-            self._shapes = [value.shape]
-            return
-        self._tensors: Leaves = []
-        containers = map_tensors(value, _noted_in(self._tensors))
-        self._containers = containers if _can_change(containers) else None
-        self._version = [*map(version_of, self._tensors)]
-        self._shapes = [tensor.shape for tensor in self._tensors]
+        if versions is None:
+            self._tensors = []
+            containers = map_tensors(copy, _noted_in(self._tensors))
+            self._containers = containers if _can_change(containers) else None
+            self._versions = [*map(version_of, self._tensors)]
 
     def assign(self, value: object, where: str) -> None:
         """Put `value` in place of the copy.
@@ -238,119 +294,54 @@ class Held:
         Raises:
             WriteError: it has another structure, shape, dtype or device.
         """
-        if self.fixed is not None:
-            raise WriteError(self.fixed)
-        _fit(self.value, value, where)
+        if self._passing.fixed is not None:
+            raise WriteError(self._passing.fixed)
+        check_fit(self.value, value, where)
         self.value = value
 
     def settle(self) -> None:
-        """Check the edits while the block is still at the port, so that an error is raised at its own line.
+        """See what was changed, and check it while the block is still at the port: errors are raised at its own line.
 
         Raises:
             WriteError: the containers of the copy no longer fit what the model works on.
         """
-        value = self.value
-        if value is self._copy:
-            version = self._version
-            if type(version) is int:
-                self.left_alone = version_of(value) == version  # type: ignore[arg-type]  # it is a tensor
-            else:  # lists and dicts may have changed
-                self.left_alone = self._containers is None and [*map(version_of, self._tensors)] == version
-            if self.left_alone:
+        value, versions = self.value, self._versions
+        if value is self._copy:  # tensors that take its place may be of inference mode, and have no version
+            if type(versions) is int:
+                if version_of(value) == versions:  # type: ignore[arg-type]  # it is a tensor
+                    return
+            elif self._containers is None and [*map(version_of, self._tensors)] == versions:
                 return
-        if self.fixed is not None:
-            raise WriteError(self.fixed)
-        now = tensors_of(self.value)
-        if [tensor.shape for tensor in now] != self._shapes:
-            before = [_named(shape, tensor.dtype) for shape, tensor in zip(self._shapes, self._before(), strict=True)]
+        before, now = self._before(), tensors_of(value)
+        expected = self._passing.shapes(self._window)
+        if [tensor.shape for tensor in now] != expected:
+            had = [named(shape, tensor.dtype) for shape, tensor in zip(expected, before, strict=True)]
             raise WriteError(
                 "what a port holds was changed in a way that the model cannot go on with: it had tensors "
-                f"{before} and has {[describe(tensor) for tensor in now]}."
+                f"{had} and has {[describe(tensor) for tensor in now]}."
             )
         if self._containers is not None:
-            _fit(self._containers, self.value, "what the port holds")
-        if self.limit is not None and any(bool(((t < 0) | (t >= self.limit)).any()) for t in now):
-            raise WriteError(f"`model.samples` takes token ids from 0 to {self.limit - 1}.")
-
-    def changes(self) -> list[torch.Tensor | None] | None:
-        """One entry per tensor, None for the untouched ones; None if nothing was touched."""
-        version = self._version
-        if isinstance(version, int):
-            tensor = cast(torch.Tensor, self.value)
-            return [tensor] if tensor is not self._copy or version_of(tensor) != version else None
+            check_fit(self._containers, value, "what the port holds")
+        were = versions if isinstance(versions, list) else [versions]
         changed = [
-            tensor if tensor is not original or version_of(tensor) != before else None
-            for tensor, original, before in zip(tensors_of(self.value), self._tensors, version, strict=True)
+            tensor if tensor is not old or version_of(tensor) != version else None
+            for tensor, old, version in zip(now, before, were, strict=True)
         ]
-        return changed if any(tensor is not None for tensor in changed) else None
+        if all(tensor is None for tensor in changed):
+            return
+        fixed, limit = self._passing.fixed, self._passing.limit
+        if fixed is not None:
+            raise WriteError(fixed)
+        if limit is not None and any(bool(((t < 0) | (t >= limit)).any()) for t in now):
+            raise WriteError(f"`model.samples` takes token ids from 0 to {limit - 1}.")
+        self.changed = changed
 
-    def _before(self) -> Leaves:
+    def _before(self) -> Sequence[torch.Tensor]:
         """The tensors of the copy."""
-        return [self._copy] if isinstance(self._copy, torch.Tensor) else self._tensors
+        tensors = self._tensors
+        return [tensors] if isinstance(tensors, torch.Tensor) else tensors
 
 
 def _can_change(value: object) -> bool:
     """Whether a structure has lists or dicts in it."""
     return isinstance(value, list | dict) or (isinstance(value, tuple) and any(map(_can_change, value)))
-
-
-def _fit(expected: object, given: object, where: str) -> None:
-    """Check that `given` can stand in for `expected`."""
-    if isinstance(expected, torch.Tensor):
-        if not isinstance(given, torch.Tensor):
-            raise WriteError(
-                f"{where} takes {describe(expected)}, and got {_kind(given)}. To fill it with one value, write "
-                f"`{where}[:] = ...`."
-            )
-        differences = [
-            name
-            for name, a, b in (
-                ("shape", expected.shape, given.shape),
-                ("dtype", expected.dtype, given.dtype),
-                ("device", expected.device, given.device),
-                ("layout", expected.layout, given.layout),
-            )
-            if a != b
-        ]
-        if differences:
-            raise WriteError(
-                f"{where} takes {describe(expected)}, and got {describe(given)}: the {' and '.join(differences)} must "
-                "be the same. Convert the value (`.to(...)`, `.expand(...)`), or edit the rows in place."
-            )
-        return
-    if isinstance(expected, tuple | list):
-        if not isinstance(given, tuple | list) or len(given) != len(expected):
-            raise WriteError(
-                f"{where} takes a {_kind(expected)} of {len(expected)} values, and got {_kind(given)}. To change "
-                f"one of them, write into it: `{where}[0][:] = ...`."
-            )
-        for index, (one, other) in enumerate(zip(expected, given, strict=True)):
-            _fit(one, other, f"{where}[{index}]")
-        return
-    if isinstance(expected, dict):
-        if not isinstance(given, dict) or list(given) != list(expected):
-            got = f"the keys {list(given)}" if isinstance(given, dict) else _kind(given)
-            raise WriteError(f"{where} takes a dict with the keys {list(expected)}, in this order, and got {got}.")
-        for key, one in expected.items():
-            _fit(one, given[key], f"{where}[{key!r}]")
-        return
-    if given is not expected and given != expected:
-        raise WriteError(f"{where} holds {expected!r}, which is not a tensor and cannot be replaced.")
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """``float32 [5, 576]``, with the device unless it is the CPU."""
-    device = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
-    return _named(*_form(tensor)) + device
-
-
-def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
-
-
-def _named(shape: torch.Size, dtype: torch.dtype) -> str:
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-
-
-def _kind(value: object) -> str:
-    return describe(value) if isinstance(value, torch.Tensor) else type(value).__name__

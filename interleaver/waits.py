@@ -54,3 +54,6 @@ class CallWait:
 
 Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait | CallWait
 """What a block waits for; a port is one of the current step."""
+
+WAITS = frozenset((Port, StepWait, EndWait, BarrierWait, CallWait))
+"""The classes of these."""

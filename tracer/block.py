@@ -97,6 +97,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
         shared: containers that are one object in all blocks of the trace; the same in each of its payloads.
         home: values to send home with the block that ends last; None if there are none.
         common: tensors that several blocks captured. A backend that sends requests one by one sends these ahead, once.
+        sampled: it is one of several samples (``n``) of its invoke, each of which takes values of its own.
     """
 
     trace: str
@@ -108,6 +109,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     shared: tuple[SharedValues, ...] = ()
     home: Home | None = None
     common: tuple[TensorBlob, ...] = ()
+    sampled: bool = False
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
@@ -120,9 +122,11 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
         values: cloudpickle bytes of ``{"local": {...}, "global": {...}}``.
         tensors: buffers that `values` refers to by index.
         seed: seed of the random numbers drawn in the block.
-        uses: sources of randomness that the block may draw from (``"random"``, ``"numpy"``, ``"torch"``).
+        uses: what the block may touch of the process: the random numbers of ``"random"``, ``"numpy"`` and ``"torch"``,
+            torch's ``"modes"``; and whether it ``"prints"``.
         group: the other invokes of the trace; None if it is one request by itself.
         streams: the caller takes values saved with ``stream=True`` as they come.
+        no_module: the block meets no module, only logits and samples (`meets`).
     """
 
     version: int
@@ -134,6 +138,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
     uses: tuple[str, ...]
     group: Group | None = None
     streams: bool = False
+    no_module: bool = False
 
 
 class TracerHandle:

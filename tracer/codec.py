@@ -35,7 +35,7 @@ class Encoded:
     Attributes:
         data: the pickle.
         tensors: the buffers that the pickle refers to by index.
-        uses: sources of random numbers that the values may draw from: ``"random"``, ``"numpy"``, ``"torch"``.
+        uses: what the values may touch of the process (`Payload.uses`).
         barriers: the barriers that they refer to, each with the number of blocks that meet there.
     """
 

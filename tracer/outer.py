@@ -180,7 +180,7 @@ class OuterTrace:
         self._sharing.consider(values.locals.values())
         encoded = encode_values(invoke.site, values, self._model, self._sharing.key, self._blobs)
         invoke.barriers = tuple({**dict(encoded.barriers), **dict(self._sharing.settle())}.items())
-        invoke.payload = payload_of(invoke.site, encoded, invoke.seed)
+        invoke.payload = payload_of(invoke.site, values, encoded, invoke.seed)
 
     def _payloads(self, scope: dict[str, object], named: dict[str, object]) -> list[Payload]:
         """The payloads, now that it is known what each gives to others."""

@@ -6,12 +6,13 @@ import re
 import uuid
 
 from ..envoy.envoy import RootEnvoy
-from . import draws
+from . import effects
 from .block import FORMAT, Payload
 from .capture import Captured, Site
 from .check import check_names
 from .codec import Encoded, Key, encode
 from .common import Blobs
+from .meets import no_module
 
 
 def make_payload(site: Site, captured: Captured, model: RootEnvoy, seed: int) -> Payload:
@@ -21,7 +22,7 @@ def make_payload(site: Site, captured: Captured, model: RootEnvoy, seed: int) ->
         UnknownNameError: the block names a module that the model does not have.
         TransferError: it uses a variable that cannot travel.
     """
-    return payload_of(site, encode_values(site, captured, model), seed)
+    return payload_of(site, captured, encode_values(site, captured, model), seed)
 
 
 def encode_values(
@@ -42,7 +43,7 @@ def encode_values(
     return encode({"local": captured.locals, "global": captured.globals}, model, key, blobs)
 
 
-def payload_of(site: Site, encoded: Encoded, seed: int) -> Payload:
+def payload_of(site: Site, captured: Captured, encoded: Encoded, seed: int) -> Payload:
     """The payload of a block whose values are encoded."""
     return Payload(
         FORMAT,
@@ -51,13 +52,9 @@ def payload_of(site: Site, encoded: Encoded, seed: int) -> Payload:
         encoded.data,
         encoded.tensors,
         seed,
-        tuple(sorted(encoded.uses | _imported_random(site.block.source) | _drawing(site))),
+        tuple(sorted(encoded.uses | _imported_random(site.block.source) | effects.of_source(site.tree))),
+        no_module=no_module(site, captured),
     )
-
-
-def _drawing(site: Site) -> set[str]:
-    """Whether the block itself may draw from torch."""
-    return {draws.TORCH} if draws.in_source(site.tree) else set()
 
 
 def _imported_random(source: str) -> set[str]:

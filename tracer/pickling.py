@@ -12,7 +12,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from ..envoy.envoy import Envoy
 from ..envoy.errors import ForeignError
-from . import buffers, by_value, draws
+from . import buffers, by_value, effects
 from .barrier import Barrier
 from .block import SpentTracer, TensorBlob, TracerHandle
 from .buffers import Refusal
@@ -37,7 +37,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     Attributes:
         tensors: the tensors met so far; `resolve` refers to them by index.
-        uses: the sources of random numbers met so far.
+        uses: what of the process may be touched by what was met so far (`effects`).
         barriers: the barriers met so far, each with the number of blocks that meet there.
     """
 
@@ -69,8 +69,7 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._note(obj.__module__, obj.__name__)
             return NotImplemented
         if isinstance(obj, CodeType):
-            if draws.in_code(obj):
-                self.uses.add(draws.TORCH)
+            self.uses |= effects.of_code(obj)
             return by_value.code_parts(obj)
         if isinstance(obj, ModuleType):
             return self._module(obj)
@@ -130,9 +129,9 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._registered.append(module)
 
     def _note(self, module: str, name: str, *, entire: bool = False) -> None:
-        """Note what a reference to `name` in an installed module, or to an entire one, may draw from."""
-        if module != "builtins" and (draws.named(name) or not draws.harmless(module)):
-            self.uses.add(draws.TORCH)
+        """Note what a reference to `name` in an installed module, or to an entire one, may touch."""
+        if (module, name) != ("builtins", "getattr"):  # pickle itself refers to it for the methods of objects
+            self.uses |= effects.of_name(name) | effects.of_module(module)
         if module == "random":
             self.uses.add("random")
         elif module.startswith("numpy.random") or (module == "numpy" and entire):

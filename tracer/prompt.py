@@ -34,6 +34,10 @@ def tokenize(prompt: object, tokenizer: Any, vocabulary: int | None = None) -> P
             there.
     """
     if isinstance(prompt, str):
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the prompt cannot be tokenized, since it is no valid text: {error}.") from error
         ids = list(_needed(tokenizer, "a text")(prompt)["input_ids"])
         return _checked(ids, prompt, vocabulary)
     to_list = getattr(prompt, "tolist", None)  # of a tensor or an array
@@ -46,7 +50,13 @@ def tokenize(prompt: object, tokenizer: Any, vocabulary: int | None = None) -> P
                 "the prompt is a list of chat messages, and this model's tokenizer has no chat template: give the "
                 "text as the model was trained on it."
             )
-        text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        try:
+            text = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever the template's language or the template itself raises
+            raise PromptError(
+                f"the tokenizer's chat template does not take these messages ({error}): each is a dict with a `role` "
+                f"and a text as `content`; got {_shown(prompt)}."
+            ) from error
         return _checked(list(tokenizer(text, add_special_tokens=False)["input_ids"]), text, vocabulary)
     if isinstance(prompt, list | tuple) and all(
         isinstance(item, int) and not isinstance(item, bool) for item in prompt

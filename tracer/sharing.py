@@ -30,7 +30,7 @@ class Sharing:
 
     Attributes:
         batches: the containers as they are sent, in the order in which blocks met them.
-        uses: sources of random numbers that functions in them may draw from.
+        uses: what functions in them may touch of the process.
     """
 
     def __init__(self, owner: Envoy, theirs: Iterable[object]) -> None:

@@ -1,7 +1,7 @@
 """What a model runner must tell, whatever its version: the seam between vLLM and the blocks.
 
-`runner_v1` has the answers of Runner V1, and a mixin that tells `serving` when a step begins, has logits, and is over;
-a V2 runner needs the same two things.
+`runner_v1` and `runner_v2` each have the answers of one runner, and a mixin that tells `serving` when a step begins,
+has logits, and is over.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ class NewRequest(NamedTuple):
         payload: the encoded `Payload`.
         logprobs: the caller asked for log-probabilities of what is sampled.
         reuses_prefix: what the prefix cache has of the prompt is not computed, and the block does not mind.
+        stops: tokens that end the request.
     """
 
     request_id: str
     payload: bytes
     logprobs: bool
     reuses_prefix: bool
+    stops: frozenset[int] = frozenset()
 
 
 class RunnerAdapter(Protocol):
@@ -53,6 +55,14 @@ class RunnerAdapter(Protocol):
 
     def shares(self, rows: int) -> Mapping[str, Share]:
         """Rows and step of every request of this engine step, once the runner has prepared its inputs."""
+        ...
+
+    def tokens(self, output: Any) -> Mapping[str, int]:
+        """The tokens of an engine step by request, of those that got one.
+
+        Args:
+            output: what the runner gave for the step, under asynchronous scheduling; its tokens are waited for.
+        """
         ...
 
     def compiled(self) -> bool:

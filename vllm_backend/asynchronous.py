@@ -20,7 +20,7 @@ from ..tracer.trace import raise_from_block
 from .async_engine import AsyncEngine
 from .compat import RequestOutputKind
 from .course import Course, Sending
-from .inbox import Arrived
+from .inbox import Arrived, Left
 from .lifecycle import alive
 from .pickup import decoded, receive
 from .samples import joined, split, split_group
@@ -113,7 +113,8 @@ class _Outputs(AsyncIterator[RequestOutput]):
         """The next output, with `saves`, and `invoke`, the number of its invoke.
 
         Raises:
-            StopAsyncIteration: there was the last one.
+            StopAsyncIteration: there was the last one, or the trace was ended.
+            MisuseError: another task waits for the next one.
             EngineDiedError: the engine's process is gone.
             whatever a block raised: in place of the last output of a single request. With invokes or samples, that
                 output may be one of a block that has ended well, so the exception comes after it.
@@ -122,12 +123,19 @@ class _Outputs(AsyncIterator[RequestOutput]):
             self._raise()
         if self._over:
             raise StopAsyncIteration
+        if self._course.inbox.awaited:
+            raise MisuseError(
+                "the outputs of a trace come to one task, and another one waits for the next. Take them in one task, "
+                "and hand them on with an `asyncio.Queue`."
+            )
         try:
             arrived = await self._arrival()
             output: Any = arrived.output  # a RequestOutput, which has no `saves` of its own
             output.saves = {name: value for data in arrived.streamed for name, value in from_bytes(data).items()}
             if arrived.reply is not None:
                 self._end(arrived.request, output, await self._opened(arrived))
+        except Left:
+            raise StopAsyncIteration from None
         except BaseException:
             self._leave()
             raise
@@ -163,6 +171,10 @@ class _Outputs(AsyncIterator[RequestOutput]):
                 arrived = await self._arrival()
                 if arrived.reply is not None:
                     ended.append((arrived, await self._opened(arrived)))
+        except Left:
+            raise MisuseError(
+                "the trace was ended (`tracer.backend.aclose()`) while its end was awaited: nothing of it comes home."
+            ) from None
         except BaseException:
             self._leave()
             raise

@@ -5,7 +5,7 @@ Import it only after `version.check_version` has passed. Sources are given as fi
 
 from __future__ import annotations
 
-from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -17,7 +17,7 @@ from vllm.distributed import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
-from vllm.forward_context import get_forward_context
+from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
@@ -45,6 +45,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "AsyncModelRunnerOutput",
     "AsyncScheduler",
     "AttentionLayerBase",
+    "CUDAGraphMode",
     "ColumnParallelLinear",
     "CompilationMode",
     "CustomOp",
@@ -64,6 +66,8 @@ __all__ = [
     "MergedColumnParallelLinear",
     "MoERunnerInterface",
     "ModelRunnerOutput",
+    "MsgpackDecoder",
+    "MsgpackEncoder",
     "ParallelLMHead",
     "PauseState",
     "QKVParallelLinear",
@@ -91,4 +95,5 @@ __all__ = [
     "initialize_model_parallel",
     "model_parallel_is_initialized",
     "set_current_vllm_config",
+    "set_forward_context",
 ]

@@ -12,6 +12,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from vllm import RequestOutput
@@ -33,6 +34,10 @@ class Arrived(NamedTuple):
     output: RequestOutput
     streamed: list[bytes]
     reply: bytes | None
+
+
+class Left(Exception):
+    """The trace was ended from this side, so nothing comes any more; whoever still waits gets this."""
 
 
 class Collector(RequestOutputCollector):
@@ -81,26 +86,36 @@ class Inbox:
             elif item.output.finished:
                 self._left -= 1
                 self.over = self._left == 0
-            waiter, self._waiter = self._waiter, None
-        if waiter is not None:
-            try:
-                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
-            except RuntimeError:
-                return  # the caller's loop is closed, and nobody waits any more
+        self._wake()
 
     def end(self, error: Exception | None = None) -> None:
-        """Take in nothing any more; whoever waits, or comes to it, gets the error."""
+        """Take in nothing any more; whoever waits, or comes to it, gets the error, or `Left`."""
         if error is not None:
             self.put(error)
         with self._lock:
             self.over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            with suppress(RuntimeError):  # the caller's loop is closed, and nobody waits any more
+                waiter.get_loop().call_soon_threadsafe(_wake, waiter)
 
     # --- the caller's side
 
+    @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for the next output."""
+        waiter = self._waiter
+        return waiter is not None and not waiter.done() and not waiter.get_loop().is_closed()
+
     async def take(self) -> Arrived:
-        """The next output; on any event loop, one caller at a time.
+        """The next output; on any event loop, one caller at a time (see `awaited`).
 
         Raises:
+            Left: the trace was ended from this side.
             the error that ended the trace.
         """
         while True:
@@ -108,6 +123,8 @@ class Inbox:
                 if self._items:
                     item = self._items.popleft()
                     break
+                if self.over:
+                    raise Left
                 waiter = self._waiter = asyncio.get_running_loop().create_future()
             await waiter
         if isinstance(item, Exception):

@@ -31,8 +31,8 @@ class VLLM(RootEnvoy):
     Args:
         model: name or path of the model, as vLLM takes it.
         time_limit: seconds that a block may take between two ports, while all else waits; None for no limit.
-        memory_limit: what a block may add to the memory of the engine's process between two ports: bytes, or below 1 a
-            share of what is available; None for no limit.
+        memory_limit: what a block may add to the memory of the engine's process between two ports, and what it may hold
+            of a GPU's: bytes, or below 1 a share of what is available; None for no limit.
         save_limit: bytes that a block may save, of a trace of several each one, and bytes of the objects that these
             share; None for no limit.
         mode: with ``"sync"`` the end of a `with` waits for its requests. With ``"async"`` it only starts them, and

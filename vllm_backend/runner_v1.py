@@ -17,24 +17,19 @@ import torch
 from ..interleaver.windows import Share, shares
 from .adapter import NewRequest
 from .eager import EagerSteps
-from .parallel import as_bytes, as_tensor
-from .settings import DONE, ENDED, HELD, KEY, SAVES, TOLD
+from .runner import TracedRunner, leaving, new_requests
 
 if TYPE_CHECKING:
-    from .compat import AsyncModelRunnerOutput, ModelRunnerOutput, SamplerOutput, SchedulerOutput
-    from .serving import Serving
+    from .compat import SamplerOutput, SchedulerOutput
 
     class _Runner:
-        """The parts of `GPUModelRunner` that the mixin relies on."""
+        """The parts of `GPUModelRunner` that the mixin relies on, beside those of `TracedRunner`."""
 
-        execute_model_state: object
         intermediate_tensors: Any
         vllm_config: Any
         device: Any
 
-        def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any: ...
         def get_model(self) -> Any: ...
-        def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput: ...
         def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any: ...
         def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any: ...
         def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput: ...
@@ -42,47 +37,21 @@ else:
     _Runner = object
 
 
-class RunnerV1(_Runner):
-    """Mixin in front of the runner's own class: tells `serving` what the runner does."""
+class RunnerV1(TracedRunner, _Runner):
+    """`TracedRunner` on Runner V1."""
 
-    serving: Serving
-    _stepping = False
-
-    def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        """One engine step, up to the logits or what the next stage of a pipeline is given."""
-        self.serving.clean(scheduler_output)
-        self.serving.leave(scheduler_output)
-        self.serving.admit(scheduler_output)
-        self._hear(scheduler_output, *args, **kwargs)
-        if not self.serving.active:
-            return super().execute_model(scheduler_output, *args, **kwargs)
-        self._stepping = True
-        try:
-            output = super().execute_model(scheduler_output, *args, **kwargs)
-            if isinstance(tensors := getattr(output, "tensors", None), dict):
-                return type(output)({**tensors, TOLD: as_tensor(self.serving.tell())})
-            return output
-        except BaseException:
-            self.serving.abandon_step()
-            raise
-        finally:
-            self._stepping = False
+    _completed = "_model_runner_output"
 
     def _hear(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> None:
-        """Take in what other stages of a pipeline tell."""
-        told = getattr(scheduler_output, TOLD, None)
-        if told and self.serving.active:
-            self.serving.hear_back(told)
-        if intermediate_tensors is not None:
-            if self.intermediate_tensors is None:  # vLLM makes it when it warms up, which an eager CPU engine does not
-                config = self.vllm_config
-                self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
-                    batch_size=config.scheduler_config.max_num_batched_tokens,
-                    dtype=config.model_config.dtype,
-                    device=self.device,
-                )
-            if TOLD in vars(intermediate_tensors)["tensors"]:  # looked at first: to take them is to wait for them
-                self.serving.hear(as_bytes(intermediate_tensors.tensors.pop(TOLD)))
+        # vLLM makes it when it warms up, which an eager CPU engine does not.
+        if intermediate_tensors is not None and self.intermediate_tensors is None:
+            config = self.vllm_config
+            self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
+                batch_size=config.scheduler_config.max_num_batched_tokens,
+                dtype=config.model_config.dtype,
+                device=self.device,
+            )
+        super()._hear(scheduler_output, intermediate_tensors)
 
     def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         if self._stepping:
@@ -106,29 +75,6 @@ class RunnerV1(_Runner):
         self.serving.finish_step()
         return output
 
-    def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput:
-        """Sample the tokens; the output says what the blocks have done, and brings what they send home.
-
-        With asynchronous scheduling the tokens are on their way to the host when this returns, and another thread makes
-        the output complete. What is told is of now, and what others do not touch.
-        """
-        sampled = self.execute_model_state is not None
-        output = super().sample_tokens(grammar_output)
-        if not sampled or not self.serving.active:
-            return output
-        serving = self.serving
-        told = {
-            SAVES: serving.cargo(),
-            ENDED: serving.ended,
-            DONE: serving.take_done(),
-            HELD: serving.held,
-            TOLD: serving.tell_back(),
-        }
-        vars(getattr(output, "_model_runner_output", output)).update(
-            {name: what for name, what in told.items() if what}
-        )
-        return output
-
 
 class AdapterV1:
     """Runner V1's answers; implements `adapter.RunnerAdapter`."""
@@ -144,16 +90,7 @@ class AdapterV1:
 
     def new_requests(self, scheduled: SchedulerOutput) -> Sequence[NewRequest]:
         """See `RunnerAdapter`."""
-        return [
-            NewRequest(
-                new.req_id,
-                extra[KEY],
-                new.sampling_params.num_logprobs is not None,
-                not new.sampling_params.skip_reading_prefix_cache,
-            )
-            for new in scheduled.scheduled_new_reqs
-            if new.sampling_params is not None and KEY in (extra := new.sampling_params.extra_args or {})
-        ]
+        return new_requests(scheduled)
 
     def finished(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
         """See `RunnerAdapter`."""
@@ -161,7 +98,7 @@ class AdapterV1:
 
     def leaving(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
         """See `RunnerAdapter`."""
-        return scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
+        return leaving(scheduled)
 
     def clean(self, request_id: str) -> None:
         """See `RunnerAdapter`."""
@@ -183,6 +120,14 @@ class AdapterV1:
             batch.num_prompt_tokens[:count],
             rows,
         )
+
+    def tokens(self, output: Any) -> Mapping[str, int]:
+        """See `RunnerAdapter`."""
+        output.async_copy_ready_event.synchronize()
+        sampled = output.sampled_token_ids_cpu[:, 0].tolist()
+        without = {*output._invalid_req_indices}
+        names = output._model_runner_output.req_ids
+        return {name: token for at, (name, token) in enumerate(zip(names, sampled)) if at not in without}  # noqa: B905
 
     def compiled(self) -> bool:
         """See `RunnerAdapter`."""

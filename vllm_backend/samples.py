@@ -57,13 +57,15 @@ def split_group(
     for index, (payload, request) in enumerate(every):
         group = payload.group
         assert group is not None, "invokes have one"
-        if len(samples[invokes[index]]) > 1 and (group.gives or group.barriers):
+        sampled = len(samples[invokes[index]]) > 1
+        if sampled and (group.gives or group.barriers):
             why = f"hands `{group.gives[0]}` on to a later one" if group.gives else "has a barrier"
             raise MisuseError(
                 f"invoke {group.index} has `n={len(samples[group.index])}` and {why}, and it is not clear which of its "
                 "samples is meant. Make an invoke for each sample, with a `seed` of its own."
             )
-        found.append((structs.replace(payload, group=structs.replace(group, index=index, size=len(every))), request))
+        group = structs.replace(group, index=index, size=len(every), sampled=sampled)
+        found.append((structs.replace(payload, group=group), request))
     return found, invokes
 
 

@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
+from msgspec import structs
 from vllm import SamplingParams
 
 from ..envoy.address import suggestion
 from ..envoy.errors import SamplingError, UnsupportedError
-from .compat import VLLMValidationError
+from .compat import MsgpackDecoder, MsgpackEncoder, VLLMValidationError
 from .settings import KEY
 
 
@@ -51,9 +52,34 @@ def plain_params(given: dict[str, Any]) -> SamplingParams:
                 raise SamplingError(f"unknown sampling argument `{name}`.{suggestion(name, _known())}")
         with refusals(TypeError, ValueError):
             params = SamplingParams(**given)
+    _check_types(params)
     if KEY in (params.extra_args or {}):
         raise SamplingError(f"`extra_args` must not have the key {KEY!r}: it carries the block.")
     return params
+
+
+def _check_types(params: SamplingParams) -> None:
+    """Refuse what the engine could not read: vLLM checks few types, and the thread that reads there would end."""
+    if _arrives(params, SamplingParams):
+        return
+    for field in structs.fields(SamplingParams):
+        value = getattr(params, field.name)
+        if not _arrives(value, field.type):
+            due = getattr(field.type, "__name__", field.type) if not get_args(field.type) else field.type
+            raise SamplingError(
+                f"`{field.name}={value!r}` cannot be sent to the engine: vLLM takes {due}, and this is "
+                f"{type(value).__name__} or has another type in it."
+            )
+    raise SamplingError(f"vLLM's engine could not read these sampling arguments: {params!r}.")
+
+
+def _arrives(value: object, kind: Any) -> bool:
+    """Whether vLLM's messages bring a value to the engine."""
+    try:
+        MsgpackDecoder(kind).decode(MsgpackEncoder().encode(value))
+    except Exception:  # also those of SamplingParams, which is made anew there
+        return False
+    return True
 
 
 @contextmanager

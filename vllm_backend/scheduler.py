@@ -5,7 +5,8 @@
 - A traced request leaves nothing in the prefix cache: its keys and values may be those of an edited run.
 - A request waits for those of its trace that it meets at a barrier (`members`).
 - A request whose block runs is computed again when the outcome of its last engine step is known, also where vLLM
-  prepares steps ahead of that: its token may be the last one, and its block may have come to a barrier.
+  prepares steps ahead of that: its token may be the last one, and its block may have come to a barrier. Where it can
+  do without, it runs ahead like any other (`ahead`).
 - A request that its block has ended (`tracer.stop()`, an exception) finishes with the token of that engine step,
   whatever its sampling parameters say (`ignore_eos`, `min_tokens`).
 - What the worker sends home goes onto the outputs of its request (`in_band`).
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..tracer.block import Group
+from .ahead import runs_ahead
 from .compat import (
     AsyncScheduler,
     ModelRunnerOutput,
@@ -55,6 +57,8 @@ class _Head(msgspec.Struct, array_like=True):
     seed: int
     uses: msgspec.Raw
     group: Group | None = None
+    streams: bool = False
+    no_module: bool = False
 
 
 _heads = msgspec.msgpack.Decoder(_Head)
@@ -83,6 +87,7 @@ class _TraceRules(_Scheduler):
         self._traced: set[str] = set()
         self._to_begin: dict[str, Request] = {}  # traced ones of which nothing was computed yet, as they came
         self._blocks: set[str] = set()  # traced ones whose blocks need more steps
+        self._ahead: set[str] = set()  # traced ones that may be computed before their last token is known
         self._ended: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()
         self._taken: dict[str, int] = {}
@@ -103,7 +108,12 @@ class _TraceRules(_Scheduler):
             self._traced.add(request.request_id)
             self._blocks.add(request.request_id)
             self._to_begin[request.request_id] = request
-            group = _heads.decode(extra[KEY]).group
+            head = _heads.decode(extra[KEY])
+            group = head.group
+            if request.sampling_params is not None and runs_ahead(
+                request.sampling_params, group, no_module=head.no_module
+            ):
+                self._ahead.add(request.request_id)
             if group is not None:
                 self._members.add(request.request_id, group)
 
@@ -148,7 +158,7 @@ class _TraceRules(_Scheduler):
     ) -> dict[int, Any]:
         """As in `Scheduler`, with what the blocks did in this engine step known, and their saves on the outputs."""
         self._ended = getattr(model_runner_output, ENDED, frozenset())
-        if self._traced and scheduler_output.total_num_scheduled_tokens > 0:
+        if self._traced and (scheduler_output.total_num_scheduled_tokens > 0 or hasattr(model_runner_output, HELD)):
             self._held = getattr(model_runner_output, HELD, frozenset())
             for request in getattr(model_runner_output, DONE, ()):
                 self._blocks.discard(request)
@@ -183,6 +193,7 @@ class _TraceRules(_Scheduler):
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
         self._traced.discard(request.request_id)
         self._blocks.discard(request.request_id)
+        self._ahead.discard(request.request_id)
         self._to_begin.pop(request.request_id, None)
         self._members.remove(request.request_id)
         self._told.pop(request.request_id, None)
@@ -215,8 +226,8 @@ class _TraceRules(_Scheduler):
 
     def _pauses(self, request: Request) -> bool:
         """Whether a running request must not be computed now."""
-        in_flight = request.num_in_flight_tokens > 0 and request.request_id in self._blocks
-        return in_flight or request.request_id in self._held
+        waits = request.request_id in self._blocks and request.request_id not in self._ahead
+        return (waits and request.num_in_flight_tokens > 0) or request.request_id in self._held
 
     def _untraced(self, request: Request) -> bool:
         return request.request_id not in self._traced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,14 @@ import torch
 from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InternalError, MisuseError
+from ..interleaver.device import Cuda, DeviceLimit
 from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
 from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
 from ..interleaver.staged_hub import Staged
 from ..tracer.block import Payload, TensorBlob
+from .ahead import Ahead
 from .module_call import call_module
 from .outbox import Outbox
 from .request_output import decode_output
@@ -47,7 +49,8 @@ class Serving:
     Args:
         adapter: the runner's answers.
         vocabulary: size of the model's vocabulary.
-        limits: of the blocks.
+        limits: of each block.
+        ahead: the engine prepares steps before the tokens of the last one are known.
         home: what blocks save goes home from this worker; several may run the same blocks.
         last: it has the last layers, and so the logits and samples.
         make_hub: makes the hub of a worker that has a part of the model only.
@@ -59,11 +62,15 @@ class Serving:
         vocabulary: int,
         limits: Limits,
         *,
+        ahead: bool = False,
         home: bool = True,
         last: bool = True,
         make_hub: Callable[[RunnerAdapter], Hub] | None = None,
     ) -> None:
         self._make_hub = make_hub or _one_hub
+        self._ahead = Ahead(adapter.tokens) if ahead else None
+        self._late: Sequence[str] = ()
+        self._device_limit: DeviceLimit | None = None
         self._limits = limits
         self._adapter = adapter
         self._vocabulary = vocabulary
@@ -109,7 +116,8 @@ class Serving:
     def leave(self, scheduled: object) -> None:
         """Forget the traces of requests that have left, once nobody will ask for their reply."""
         if self.active:
-            self._guarded(lambda: self._traces.leave(self._adapter.finished(scheduled), self._ready()))
+            with torch.inference_mode():  # others that wait for them in vain have a turn
+                self._guarded(lambda: self._traces.leave(self._adapter.finished(scheduled), self._ready()))
 
     def admit(self, scheduled: object) -> None:
         """Take in the traced requests of an engine step."""
@@ -118,7 +126,12 @@ class Serving:
 
     def begin(self, rows: int) -> None:
         """A forward of this many rows will run; the blocks that it concerns get their turn."""
-        self._guarded(lambda: self._ready().begin(self._adapter.shares(rows)))
+        self._guarded(partial(self._begin, rows))
+
+    @property
+    def hub(self) -> Hub:
+        """Where the blocks meet the model."""
+        return self._ready()
 
     @property
     def needs_modules(self) -> bool:
@@ -128,14 +141,27 @@ class Serving:
     @contextmanager
     def forward(self, padded: int) -> Iterator[None]:
         """The forward runs in this context, on `padded` rows; module by module if a block waits for a module."""
-        hub = self._ready()
-        with self._adapter.eagerly() if hub.needs_modules else nullcontext():
-            hub.pad(padded)
+        with self._adapter.eagerly() if self.needs_modules else nullcontext():
+            self.pad(padded)
             yield
-        hub.forward_done()
+        self.forward_done()
+
+    def pad(self, padded: int) -> None:
+        """The forward runs on this many rows."""
+        self._ready().pad(padded)
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """The forward runs module by module in this context."""
+        return self._adapter.eagerly()
+
+    def forward_done(self) -> None:
+        """The forward is over."""
+        self._ready().forward_done()
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits ``[requests, vocab]``, with the blocks' edits."""
+        if self._late:
+            self._guarded(self._enter_late)
         return self._fired(LOGITS, logits)
 
     def samples(self, samples: torch.Tensor) -> torch.Tensor:
@@ -145,6 +171,11 @@ class Serving:
     def finish_step(self) -> None:
         """The tokens of the engine step are sampled."""
         self._ready().finish_step()
+
+    def sampled(self, output: object) -> None:
+        """What the runner gave for the engine step; with asynchronous scheduling, its tokens are still on their way."""
+        if self._ahead is not None:
+            self._ahead.sampled(output)
 
     def cargo(self) -> dict[str, Cargo]:
         """What goes home with the engine step that is over, by request."""
@@ -233,6 +264,28 @@ class Serving:
 
     # --- inside
 
+    def _begin(self, rows: int) -> None:
+        if self._device_limit is not None:
+            self._check_device(self._device_limit)
+        hub, shares = self._ready(), self._adapter.shares(rows)
+        if self._ahead is None:
+            hub.begin(shares)
+            return
+        self._late = self._ahead.late(hub.mediators, shares)
+        over = self._ahead.over(shares.keys() - self._late)
+        hub.begin(shares, {*self._late, *over})
+
+    def _check_device(self, limit: DeviceLimit) -> None:
+        hub = self._ready()
+        for request, error in limit.over(hub.mediators).items():
+            hub.end_over(request, error)
+
+    def _enter_late(self) -> None:
+        assert self._ahead is not None, "it says who is late"
+        late, self._late = self._late, ()
+        over = self._ahead.over(late)
+        self._ready().enter(request for request in late if request not in over)
+
     def _admit(self, new: NewRequest) -> None:
         hub = self._ready()
         if new.request_id in hub.mediators:
@@ -250,7 +303,11 @@ class Serving:
         launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
         launched.mediator.partial_prompt = new.reuses_prefix
         group = payload.group.trace if payload.group is not None else None
+        if self._ahead is not None:
+            self._ahead.add(new.request_id, payload.group, new.stops, no_module=payload.no_module)
         self._traces.add(payload.trace, Known(new.request_id, launched, group))
+        if self._device_limit is not None and not hub.mediators:
+            self._device_limit.begin()
         hub.add(new.request_id, launched.mediator, self._vocabulary)
 
     def _guarded(self, action: Callable[[], object]) -> None:
@@ -265,6 +322,9 @@ class Serving:
         if self._hub is None:
             self._hub = self._make_hub(self._adapter)
             self._root = RootEnvoy(self._hub.tree, "")
+            device = self._device()
+            if self._limits.memory is not None and device is not None and device.type == "cuda":
+                self._device_limit = DeviceLimit(self._limits.memory, Cuda())
         return self._hub
 
     def _envoy(self, address: str) -> Envoy:

@@ -29,8 +29,9 @@ ATTEMPTS = 3
 
 _NO_MEMORY = (
     "invoke {index} stood at a barrier, and the requests of the blocks that it was to meet found no memory for their "
-    "keys and values beside it. Give the engine more (`kv_cache_memory_bytes`, `gpu_memory_utilization`), or have "
-    "fewer blocks meet. (A request ends like this too if a token that its block wrote breaks a structured output.)"
+    "keys and values beside it, or with Model Runner V2 no place among `max_num_seqs`. Give the engine more "
+    "(`kv_cache_memory_bytes`, `gpu_memory_utilization`, `max_num_seqs`), or have fewer blocks meet. (A request ends "
+    "like this too if a token that its block wrote breaks a structured output.)"
 )
 
 

@@ -101,6 +101,8 @@ class Traces:
                 known.left = now
                 if known.reply is not None or (not self._last and known.group is None):
                     self._forget(trace, hub)
+                else:
+                    hub.left(known.request_id)
         running = {known.group for known in self._known.values() if known.left is None and known.group is not None}
         waiting = []
         for trace, known in self._known.items():

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..envoy.errors import UnsupportedError
 from ..interleaver.harvest import sink
-from .parallel import exchange_trees, has_last_layers, make_hub, sends_home
+from .parallel import check_split, exchange_trees, has_last_layers, make_hub, sends_home
 from .runner_v1 import AdapterV1, RunnerV1
+from .runner_v2 import AdapterV2, RunnerV2
 from .serving import Serving
 from .settings import asked_for, limits_of
 
 if TYPE_CHECKING:
+    from .adapter import RunnerAdapter
     from .compat import WorkerWrapperBase
 
 
@@ -27,16 +29,32 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     worker: Any = wrapper.worker
     runner = worker.model_runner
     kind = type(runner)
-    if not hasattr(kind, "_bookkeeping_sync"):
+    mixin: type[RunnerV1 | RunnerV2]
+    adapter: RunnerAdapter
+    if hasattr(kind, "_bookkeeping_sync"):
+        mixin, adapter = RunnerV1, AdapterV1(runner)
+    elif hasattr(kind, "gather_batch_req_state"):
+        mixin, adapter = RunnerV2, AdapterV2(runner)
+    else:
         raise UnsupportedError(
             f"the engine uses the model runner {kind.__module__}.{kind.__qualname__}; this version of invivo knows "
-            "vLLM's V1 runner only. Set VLLM_USE_V2_MODEL_RUNNER=0 for this engine."
+            "vLLM's Model Runners V1 and V2 only."
         )
-    runner.__class__ = type(f"Traced{kind.__name__}", (RunnerV1, kind), {})
+    runner.__class__ = type(f"Traced{kind.__name__}", (mixin, kind), {})
     config: Any = wrapper.vllm_config
+    home = sends_home()
     limits = limits_of(config.additional_config)
-    vocabulary, home = config.model_config.get_vocab_size(), sends_home()
-    serving = Serving(AdapterV1(runner), vocabulary, limits, home=home, last=has_last_layers(), make_hub=make_hub)
+    ahead = bool(config.scheduler_config.async_scheduling)
+    check_split(config, v2=mixin is RunnerV2)
+    serving = Serving(
+        adapter,
+        config.model_config.get_vocab_size(),
+        limits,
+        ahead=ahead,
+        home=home,
+        last=has_last_layers(),
+        make_hub=make_hub,
+    )
     runner.serving = serving
     exchange_trees(worker)
     worker.invivo_collect = serving.collect

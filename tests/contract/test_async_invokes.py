@@ -191,6 +191,31 @@ def test_blocks_meet_at_a_barrier_in_one_step(async_smollm2: Any) -> None:
 # --- errors
 
 
+def test_a_barrier_in_vain_while_the_engine_is_busy(async_smollm2: Any) -> None:
+    """It waited as long as others ran: the requests that it was to meet were over, and their blocks were not."""
+    model = async_smollm2
+
+    async def main() -> None:
+        busy = [asyncio.ensure_future(outputs_of(endless(model))) for _ in range(2)]
+        with model.trace(max_tokens=3, temperature=0, ignore_eos=True) as tracer:
+            meet = tracer.barrier(2)
+            met = list().save()
+            for number in range(3):
+                with tracer.invoke(PROMPT):
+                    for step in tracer.iter[:]:
+                        meet()
+                        met.append((number, step))
+        with pytest.raises(InvokeError, match=r"invoke 2 waited .* ended before: invokes 0, 1; the trace has 3"):
+            await tracer
+        assert tracer.saves["met"] == [(number, step) for step in range(3) for number in range(2)]
+        assert not any(task.done() for task in busy)
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+
+    run(main())
+
+
 def test_an_invoke_that_raises(async_smollm2: Any, capsys: pytest.CaptureFixture[str]) -> None:
     model = async_smollm2
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from invivo import VLLM
+from invivo import VLLM, MemoryLimitError
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
 from support.contract import TINY_ENGINE
@@ -50,12 +50,21 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return seen
 
 
+def runner(model: VLLM) -> Any:
+    core: Any = model.engine.llm_engine.engine_core
+    return core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def plain(model: VLLM, prompts: list[list[int]]) -> list[list[int]]:
     outputs = model.generate(prompts, max_tokens=STEPS, temperature=0, ignore_eos=True, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_only_steps_with_modules_go_without_graphs(model: VLLM, replays: list[object]) -> None:
+def test_only_steps_with_modules_go_without_graphs(
+    model: VLLM, replays: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(runner(model)), "can_capture", False, raising=False)
+
     def of_a_trace(reads: range) -> int:
         replays.clear()
         with model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
@@ -76,6 +85,40 @@ def test_only_steps_with_modules_go_without_graphs(model: VLLM, replays: list[ob
     replays.clear()
     plain(model, [PROMPT])
     assert len(replays) == untraced
+
+
+def test_steps_that_meet_the_same_modules_replay_pieces_of_a_graph(
+    model: VLLM, replays: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(runner(model), "pieces"):
+        pytest.skip("with Model Runner V2 only")
+
+    def run(steps: int, other: int = -1) -> tuple[list[torch.Tensor], list[int], int]:
+        replays.clear()
+        with model.trace(PROMPT, max_tokens=steps, temperature=0, ignore_eos=True) as tracer:
+            seen: list[Any] = []
+            for step in tracer.iter[:]:
+                layer = model.model.layers[0].output[0]
+                layer[:] *= 1.5
+                seen.append(model.model.layers[2 if step == other else 1].mlp.output[-1])
+                seen.append(model.model.norm.output[0][-1])
+                seen.append(model.logits[-1])
+            seen.save()
+        return seen, list(tracer.result.outputs[0].token_ids), len(replays)
+
+    def differ(found: list[torch.Tensor], expected: list[torch.Tensor]) -> list[float]:
+        return [float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, expected, strict=True)]
+
+    with monkeypatch.context() as without:
+        without.setattr(type(runner(model)), "can_capture", False)
+        expected, tokens, none = run(12)
+        elsewhere, others, _ = run(12, 8)
+    assert none == 0
+    run(5)
+    found, same, replayed = run(12)
+    assert replayed >= 11 * 4 and same == tokens and max(differ(found, expected)) < 1e-2
+    found, same, again = run(12, 8)
+    assert again > 0 and same == others and max(differ(found, elsewhere)) < 1e-2
 
 
 def test_what_a_block_draws_on_the_gpu_is_its_own(model: VLLM) -> None:
@@ -101,9 +144,7 @@ def test_nothing_of_an_edit_is_left_in_the_cache(model: VLLM) -> None:
             spoiled = model.logits.isnan().all().save()
         assert spoiled
         assert plain(model, prompts) == expected
-    core: Any = model.engine.llm_engine.engine_core
-    caches = core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches
-    assert not any(bool(cache.isnan().any()) for cache in caches)
+    assert not any(bool(cache.isnan().any()) for cache in runner(model).kv_caches)
 
 
 def test_tensors_of_the_gpu_come_home_as_tensors_of_the_cpu(model: VLLM) -> None:
@@ -130,3 +171,20 @@ def test_more_memory_than_the_gpu_has_is_an_error_of_the_block(model: VLLM) -> N
         with model.trace(PROMPT, max_tokens=2, temperature=0):
             torch.empty(10**12, device=model.logits.device)
     assert len(plain(model, [PROMPT])[0]) == STEPS
+
+
+def test_what_a_block_holds_on_the_gpu_is_bounded(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def holding(mib: int) -> None:
+        with model.trace(PROMPT, max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
+            kept = [torch.empty(mib << 20, dtype=torch.uint8, device=model.logits.device) for _ in tracer.iter[:]]
+            len(kept)
+
+    holding(1)
+    monkeypatch.setattr(runner(model).serving._device_limit, "_limit", 256 << 20)
+    before = torch.cuda.memory_allocated()
+    holding(40)
+    with pytest.raises(MemoryLimitError, match=r"holds 30\d\.\d MiB of the GPU's memory, and the limit is 256\.0 MiB"):
+        holding(100)
+    assert torch.cuda.memory_allocated() < before + (40 << 20)
+    assert len(plain(model, [PROMPT])[0]) == STEPS
+    model.check_integrity()

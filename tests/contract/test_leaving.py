@@ -81,6 +81,38 @@ def test_closing(async_smollm2: Any) -> None:
     run(main())
 
 
+def test_closing_while_others_wait(async_smollm2: Any) -> None:
+    """They waited for ever: a loop over the outputs ends, and who awaits the end is told."""
+
+    async def main() -> None:
+        looping, awaited = endless(async_smollm2), endless(async_smollm2)
+        tasks = [asyncio.ensure_future(outputs_of(looping)), asyncio.ensure_future(awaited.backend.collect())]
+        await asyncio.sleep(0.1)
+        for tracer in (looping, awaited):
+            await tracer.backend.aclose()
+        assert len(await asyncio.wait_for(tasks[0], 5)) < 400
+        with pytest.raises(MisuseError, match=r"was ended \(`tracer.backend.aclose\(\)`\) while its end was awaited"):
+            await asyncio.wait_for(tasks[1], 5)
+        async_smollm2.check_integrity()
+
+    run(main())
+
+
+def test_two_tasks_that_take_outputs(async_smollm2: Any) -> None:
+    """The first of them waited for ever."""
+
+    async def main() -> None:
+        outputs = aiter(streamed_trace(async_smollm2).backend)
+        first = asyncio.ensure_future(anext(outputs))
+        await asyncio.sleep(0)
+        with pytest.raises(MisuseError, match="come to one task, and another one waits"):
+            await anext(outputs)
+        assert len((await first).outputs[0].token_ids) == 1
+        assert len([output async for output in outputs]) == 5
+
+    run(main())
+
+
 def test_traces_that_nobody_waits_for(async_smollm2: Any) -> None:
     for wait in (0, 0.2):
         tracer = endless(async_smollm2)

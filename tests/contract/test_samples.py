@@ -133,6 +133,28 @@ def test_samples_of_invokes(engine: str, smollm2: Any, request: pytest.FixtureRe
     assert [list(completion.token_ids) for completion in two.result.outputs] == [[100], [100]]
 
 
+@pytest.mark.parametrize("engine", ["smollm2", "async_smollm2"])
+def test_samples_take_copies(engine: str, request: pytest.FixtureRequest) -> None:
+    """What one did to a value that was handed on was seen by the others."""
+    model = request.getfixturevalue(engine)
+    with model.trace(seed=5, **SAMPLING) as tracer:
+        seen = save([])
+        with tracer.invoke(OTHER):
+            rows, nested = torch.zeros(3), {"a": [torch.ones(2)], "layer": model.model.layers[3], "all": seen}
+            alias = nested["a"][0]
+        with tracer.invoke(PROMPT, n=3, max_tokens=1):
+            rows += 1
+            alias += 1
+            nested["a"].append(nested["layer"].output[0].shape[1])
+            nested["all"].append((rows, nested["a"]))
+    if engine == "async_smollm2":
+        run(outputs_of(tracer))
+    assert len(tracer.saves["seen"]) == 3
+    for rows, items in tracer.saves["seen"]:
+        assert rows.tolist() == [1, 1, 1] and len(items) == 2
+        assert items[0].tolist() == [2, 2] and items[1] == 576
+
+
 def test_what_only_one_sample_can_do(smollm2: Any) -> None:
     with pytest.raises(MisuseError, match="invoke 0 has `n=2` and hands `h` on to a later one"):
         with smollm2.trace(**SAMPLING) as tracer:

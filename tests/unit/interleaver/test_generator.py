@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from invivo.interleaver import generator
-from invivo.interleaver.generator import SEAT, Stream, draws
+from invivo.interleaver.generator import SEAT, Draws, Stream
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +76,21 @@ def test_leaving_an_empty_seat_does_nothing() -> None:
 
 
 def test_a_model_in_training_draws() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout())
-    assert draws(model)
-    assert not draws(model.eval())
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout()).eval()
+    draws = Draws(model)
+    assert draws.may, "it was not watched yet"
+
+    def watched() -> bool:
+        draws.watch()
+        model(torch.ones(1, 2))
+        draws.see()
+        return draws.may
+
+    assert not watched()
     model[1].train()
-    assert draws(model)
+    draws.look()
+    assert draws.may and watched()
+    model.eval()
+    draws.look()
+    assert draws.may, "it drew when it was last watched"
+    assert not watched()

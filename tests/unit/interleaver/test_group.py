@@ -41,6 +41,7 @@ class Batch:
     def launch(self, group: Group, body: Body) -> Mediator:
         mediator = Mediator(self.hub.tree, Turns(0, None), lambda mediator: body(self.envoy, mediator))
         mediator.member, mediator.index = self.groups.join(group), group.index
+        mediator.member.mediator = mediator
         self.hub.add(str(group.index), mediator, 10)
         return mediator
 
@@ -196,6 +197,28 @@ def test_barriers_that_cannot_fill(batch: Batch) -> None:
     batch.step(0, 0)
     batch.hub.end("0", "result")
     assert isinstance(one.failure, InvokeError) and "its request had ended" in str(one.failure)
+
+
+def test_a_block_that_waits_for_the_end_of_its_request_comes_to_no_barrier(batch: Batch) -> None:
+    def result(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        mediator.result()
+        return {}
+
+    def next_step(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        mediator.advance(1)
+        return {}
+
+    one, two = batch.add(result, lambda e, m: meet() or {})  # type: ignore[func-returns-value]
+    batch.step(0, 0, 1)
+    assert isinstance(two.failure, InvokeError) and "ended before: invoke 0" in str(two.failure)
+    assert not one.done
+    batch.leave()
+    one, two = batch.add(next_step, lambda e, m: meet() or {})  # type: ignore[func-returns-value]
+    batch.step(0, 0, 1)
+    assert batch.hub.held == {"1"}
+    batch.hub.left("0")
+    assert isinstance(two.failure, InvokeError) and "ended before: invoke 0" in str(two.failure)
+    assert not batch.hub.held
 
 
 def test_all_wait_at_different_barriers(batch: Batch) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from invivo.envoy.address import OUTPUT, port_at
 from invivo.envoy.errors import UnsupportedError, WriteError
-from invivo.interleaver.values import Held, _cut, copies, describe, map_tensors, put_rows, tensors_of
+from invivo.interleaver.fit import describe
+from invivo.interleaver.values import Held, Passing, _cut, copies, map_tensors, put_rows, tensors_of
 from invivo.interleaver.windows import Window
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  (what models return)
@@ -24,8 +25,20 @@ def numbers(*shape: int) -> torch.Tensor:
 
 def copy_rows(value: object, window: Window | None) -> object:
     """The copy of one request."""
-    (copy,) = copies(value, [window], X)
+    (copy,), _ = copies(value, [window], X)
     return copy
+
+
+def hold(value: object, window: Window | None = None, limit: int | None = None, fixed: str | None = None) -> Held:
+    """What the block of one request holds."""
+    (copy,), versions = copies(value, [window], X)
+    return Held(copy, versions, window, Passing(value, X, limit, fixed))
+
+
+def changes_of(held: Held) -> list[torch.Tensor | None] | None:
+    """What it has changed when it goes on."""
+    held.settle()
+    return held.changed
 
 
 def test_copies_keep_the_structure() -> None:
@@ -51,17 +64,17 @@ def test_rows_that_cannot_be_told_are_an_error(shape: tuple[int, ...]) -> None:
 
 def test_an_untouched_copy_has_no_changes() -> None:
     with torch.inference_mode():
-        held = Held(copy_rows((numbers(4, 3), numbers(4)), WINDOW))
+        held = hold((numbers(4, 3), numbers(4)), WINDOW)
         torch.add(cast("tuple[torch.Tensor, ...]", held.value)[0], 1)
-    assert held.changes() is None
+    assert changes_of(held) is None
 
 
 def test_edits_in_place_reach_only_the_window_and_only_a_new_tensor() -> None:
     with torch.inference_mode():
         value = (numbers(4, 3), numbers(4))
-        held = Held(copy_rows(value, WINDOW))
+        held = hold(value, WINDOW)
         cast("tuple[torch.Tensor, ...]", held.value)[0][-1] += 100  # through a view
-        changes = held.changes()
+        changes = changes_of(held)
         assert changes is not None and changes[1] is None
         after = cast("tuple[torch.Tensor, torch.Tensor]", put_rows(value, [(changes, WINDOW)], X))
     expected = numbers(4, 3)
@@ -93,18 +106,19 @@ def test_several_requests_get_copies_of_their_own_rows(form: str, windows: list[
         "in a list": [plain],
     }[form]
     with torch.inference_mode():
-        made = copies(value, windows, X)
-        held = [Held(copy) for copy in made]
+        made, versions = copies(value, windows, X)
+        passing = Passing(value, X)
+        held = [Held(copy, versions, window, passing) for copy, window in zip(made, windows, strict=True)]
         before = tensors_of(value)
         for copy, (start, length, _) in zip(made, windows, strict=True):
             for mine, whole in zip(tensors_of(copy), before, strict=True):
                 rows = whole[:, start : start + length] if form == "behind a leading one" else whole[start:][:length]
                 assert torch.equal(mine, rows)
                 assert mine.untyped_storage().nbytes() == rows.numel() * 4, "no rows of others are in reach"
-        assert all(one.changes() is None for one in held)
+        assert all(changes_of(one) is None for one in held)
         for index, copy in enumerate(made):
             tensors_of(copy)[0].fill_(-index)
-        changes = [(changed, window) for one, window in zip(held, windows, strict=True) if (changed := one.changes())]
+        changes = [(changed, window) for one, window in zip(held, windows, strict=True) if (changed := changes_of(one))]
         after = tensors_of(put_rows(value, changes, X))
     expected = before[0].clone()
     for index, (start, length, _) in enumerate(windows):
@@ -115,10 +129,10 @@ def test_several_requests_get_copies_of_their_own_rows(form: str, windows: list[
 
 
 def test_what_was_assigned_is_copied_for_the_model() -> None:
-    held = Held(copy_rows(numbers(4, 3), None))
+    held = hold(numbers(4, 3))
     mine = torch.zeros(4, 3)
     held.assign(mine, "x.output")
-    after = cast("torch.Tensor", put_rows(numbers(4, 3), [(held.changes() or [], None)], X))
+    after = cast("torch.Tensor", put_rows(numbers(4, 3), [(changes_of(held) or [], None)], X))
     mine += 1
     assert torch.equal(after, torch.zeros(4, 3))
 
@@ -136,11 +150,11 @@ def test_what_was_assigned_is_copied_for_the_model() -> None:
 )
 def test_what_does_not_fit_is_refused(given: object, message: str) -> None:
     with pytest.raises(WriteError, match=message):
-        Held(torch.zeros(2, 3)).assign(given, "x")
+        hold(torch.zeros(2, 3)).assign(given, "x")
 
 
 def test_structures_must_fit_too() -> None:
-    held = Held((torch.zeros(2), None, {"a": torch.zeros(2)}))
+    held = hold((torch.zeros(2), None, {"a": torch.zeros(2)}))
     for given, message in (
         (torch.zeros(2), "takes a tuple of 3 values"),
         ((torch.zeros(2), None), "takes a tuple of 3 values, and got tuple"),
@@ -153,14 +167,14 @@ def test_structures_must_fit_too() -> None:
 
 
 def test_containers_changed_in_place_are_checked() -> None:
-    held = Held([torch.zeros(2), torch.zeros(2)])
+    held = hold([torch.zeros(2), torch.zeros(2)])
     cast("list[torch.Tensor]", held.value).pop()
     with pytest.raises(WriteError, match="what a port holds was changed"):
         held.settle()
 
 
 def test_token_ids_have_a_limit() -> None:
-    held = Held(torch.tensor([3]), 10)
+    held = hold(torch.tensor([3]), limit=10)
     held.settle()
     cast("torch.Tensor", held.value)[0] = 10
     with pytest.raises(WriteError, match="token ids from 0 to 9"):

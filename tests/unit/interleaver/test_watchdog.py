@@ -215,7 +215,7 @@ def test_a_block_inside_of_a_block_that_is_over_its_limit(run: Any, inner_limits
             RootEnvoy(Local(torch.nn.Identity())._tree, "")._tree, Turns(0, None), lambda _: spin(), inner_limits
         )  # type: ignore[arg-type, func-returns-value]
         try:
-            inner.start()
+            inner.go_on()
         finally:
             failures.append(inner.failure)
             inner.drop(InternalError("the test is over"))

@@ -31,6 +31,8 @@ PAYLOAD = Payload(FORMAT, "trace", BLOCK, b"", (), 0, ())
 class Inbox:
     """Has all outputs of a run."""
 
+    awaited = False
+
     def __init__(self, items: list[Arrived]) -> None:
         self.items = items
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from invivo.vllm_backend.inbox import Arrived, Inbox
+from invivo.vllm_backend.inbox import Arrived, Inbox, Left
 from invivo.vllm_backend.loop_thread import LoopThread
 
 
@@ -81,8 +81,23 @@ def test_the_end_from_outside() -> None:
     asyncio.run(main())
     quiet.end()
     quiet.put(arrived(1, finished=True))
-    with pytest.raises(TimeoutError):
-        asyncio.run(asyncio.wait_for(quiet.take(), 0.05))
+    with pytest.raises(Left):
+        asyncio.run(asyncio.wait_for(quiet.take(), 1))
+
+
+def test_leaving_wakes_whoever_waits(thread: LoopThread) -> None:
+    inbox = Inbox(1)
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(inbox.take())
+        await asyncio.sleep(0)
+        assert inbox.awaited
+        thread.soon(inbox.end)
+        with pytest.raises(Left):
+            await asyncio.wait_for(waiting, 5)
+        assert not inbox.awaited
+
+    asyncio.run(main())
 
 
 def test_a_waiting_task_that_was_cancelled_loses_no_output(thread: LoopThread) -> None:

@@ -1,4 +1,4 @@
-"""Which blocks may draw from torch: all that do, and few of those that do not."""
+"""What blocks may touch: what they do touch, and little else."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from invivo.tracer import draws
+from invivo.tracer import effects
 from invivo.tracer.pickling import ValuePickler
 
 OWN = "_"
 """Begins the names of what is not meant for users."""
 
 
+def of_source(source: str) -> frozenset[str]:
+    return effects.of_source(ast.parse(textwrap.dedent(source)))
+
+
 def source_draws(source: str) -> bool:
-    return draws.in_source(ast.parse(textwrap.dedent(source)))
+    return effects.TORCH in of_source(source)
 
 
-def value_draws(value: object) -> bool:
+def of_value(value: object) -> set[str]:
     pickler = ValuePickler(io.BytesIO(), None)
     pickler.dump(value)
-    return draws.TORCH in pickler.uses
+    return pickler.uses
 
 
 def test_every_operator_that_torch_calls_random_is_known() -> None:
@@ -39,7 +43,7 @@ def test_every_operator_that_torch_calls_random_is_known() -> None:
         if any(torch.Tag.nondeterministic_seeded in getattr(packet, kind).tags for kind in packet.overloads()):
             random.add(name)
     meant = {name for name in random if any(hasattr(space, name) for space in (torch, torch.Tensor, F))}
-    assert not sorted(name for name in meant if not name.startswith(OWN) and not draws.named(name))
+    assert not sorted(name for name in meant if not name.startswith(OWN) and effects.TORCH not in effects.of_name(name))
     assert len(meant) > 25
 
 
@@ -51,8 +55,10 @@ def test_every_function_of_torch_that_calls_such_a_one_is_known() -> None:
         for name in dir(space)
         if callable(value := getattr(space, name)) and isinstance(function := inspect.unwrap(value), FunctionType)
     }
-    drawing = {name for name, function in functions if _names(function.__code__) & draws._DRAWING}
-    assert not sorted(name for name in drawing if not name.startswith(OWN) and not draws.named(name))
+    drawing = {name for name, function in functions if _names(function.__code__) & effects._DRAWING}
+    assert not sorted(
+        name for name in drawing if not name.startswith(OWN) and effects.TORCH not in effects.of_name(name)
+    )
     assert "gumbel_softmax" in drawing
 
 
@@ -71,8 +77,8 @@ def _names(code: CodeType) -> set[str]:
         "import math\nx = math.sqrt(2)",
     ],
 )
-def test_plain_blocks_do_not_draw(source: str) -> None:
-    assert not source_draws(source)
+def test_plain_blocks_touch_nothing(source: str) -> None:
+    assert not of_source(source)
 
 
 @pytest.mark.parametrize(
@@ -137,4 +143,83 @@ VALUES: dict[str, tuple[object, bool]] = {
 
 @pytest.mark.parametrize(("value", "expected"), VALUES.values(), ids=VALUES)
 def test_values_that_may_draw(value: object, expected: bool) -> None:
-    assert value_draws(value) == expected
+    assert (effects.TORCH in of_value(value)) == expected
+
+
+SPACES = (torch, torch.functional, F, torch.Tensor, torch.linalg, torch.fft, torch.special)
+
+
+def test_every_function_of_torch_that_sets_a_mode_is_known() -> None:
+    """By their names: torch's setters, less those of what is not put aside for a block (threads, how things print)."""
+    of_the_process = {
+        "set_deterministic_debug_mode", "set_float32_matmul_precision", "set_flush_denormal", "set_num_interop_threads",
+        "set_num_threads", "set_printoptions", "set_vital", "set_warn_always", "set_",
+    }  # fmt: skip
+    setters = {name for space in SPACES for name in dir(space) if name.startswith(("set_", "autocast", "clear_"))}
+    assert not sorted(name for name in setters - of_the_process if not effects.of_name(name))
+
+
+MODES = [
+    "torch.set_default_dtype(torch.float64)",
+    "torch.set_grad_enabled(True)",
+    "with torch.device('meta'):\n    x = torch.zeros(3)",
+    "with h.device:\n    x = torch.zeros(3)",
+    "h.device.__enter__()",
+    "@torch.no_grad()\ndef f(x):\n    return x",
+    "import contextlib",
+    "x = torch.autograd.grad(y, h)",
+]
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        ("with tracer.invoke(prompt):\n    model.logits", set()),
+        ("with tracer.invoke(prompt), h.device:\n    model.logits", {effects.MODES}),
+        ("with tracer.invoke(prompt):\n    with h.device:\n        model.logits", {effects.MODES}),
+    ],
+)
+def test_the_with_of_the_block_itself_is_none(block: str, expected: set[str]) -> None:
+    assert effects.of_source(ast.parse(block).body[0]) == expected
+
+
+@pytest.mark.parametrize("source", MODES)
+def test_blocks_that_may_change_a_mode(source: str) -> None:
+    assert effects.MODES in of_source(source)
+
+
+@pytest.mark.parametrize("source", ["print(h)", "import sys", "breakpoint()", "import pprint", "exec(text)"])
+def test_blocks_that_may_print(source: str) -> None:
+    assert effects.PRINTS in of_source(source)
+
+
+def entering(h: torch.Tensor) -> torch.Tensor:
+    with h.device:
+        return torch.zeros(3)
+
+
+@torch.no_grad()
+def decorated(h: torch.Tensor) -> torch.Tensor:
+    return h
+
+
+def talking(h: torch.Tensor) -> None:
+    print(h)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (own, set()),
+        (entering, {effects.MODES}),
+        (decorated, {effects.TORCH, effects.MODES, effects.PRINTS}),
+        (torch.no_grad, {effects.TORCH, effects.MODES, effects.PRINTS}),
+        (talking, {effects.PRINTS}),
+        (print, {effects.PRINTS}),
+        (eval, {effects.TORCH, effects.MODES, effects.PRINTS}),
+        ([].append, set()),
+    ],
+    ids=["plain", "with", "decorated", "a mode", "print inside", "print", "eval", "a method of a list"],
+)
+def test_values_that_may_touch_something(value: object, expected: set[str]) -> None:
+    assert of_value(value) == expected

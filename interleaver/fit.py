@@ -1,0 +1,70 @@
+"""Whether a value can stand in for what a port holds, and how tensors are described in messages."""
+
+from __future__ import annotations
+
+import torch
+
+from ..envoy.errors import WriteError
+
+
+def check_fit(expected: object, given: object, where: str) -> None:
+    """Check that `given` can stand in for `expected`, which `where` holds.
+
+    Raises:
+        WriteError: it has another structure, shape, dtype or device.
+    """
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(given, torch.Tensor):
+            raise WriteError(
+                f"{where} takes {describe(expected)}, and got {_kind(given)}. To fill it with one value, write "
+                f"`{where}[:] = ...`."
+            )
+        differences = [
+            name
+            for name, a, b in (
+                ("shape", expected.shape, given.shape),
+                ("dtype", expected.dtype, given.dtype),
+                ("device", expected.device, given.device),
+                ("layout", expected.layout, given.layout),
+            )
+            if a != b
+        ]
+        if differences:
+            raise WriteError(
+                f"{where} takes {describe(expected)}, and got {describe(given)}: the {' and '.join(differences)} must "
+                "be the same. Convert the value (`.to(...)`, `.expand(...)`), or edit the rows in place."
+            )
+        return
+    if isinstance(expected, tuple | list):
+        if not isinstance(given, tuple | list) or len(given) != len(expected):
+            raise WriteError(
+                f"{where} takes a {_kind(expected)} of {len(expected)} values, and got {_kind(given)}. To change "
+                f"one of them, write into it: `{where}[0][:] = ...`."
+            )
+        for index, (one, other) in enumerate(zip(expected, given, strict=True)):
+            check_fit(one, other, f"{where}[{index}]")
+        return
+    if isinstance(expected, dict):
+        if not isinstance(given, dict) or list(given) != list(expected):
+            got = f"the keys {list(given)}" if isinstance(given, dict) else _kind(given)
+            raise WriteError(f"{where} takes a dict with the keys {list(expected)}, in this order, and got {got}.")
+        for key, one in expected.items():
+            check_fit(one, given[key], f"{where}[{key!r}]")
+        return
+    if given is not expected and given != expected:
+        raise WriteError(f"{where} holds {expected!r}, which is not a tensor and cannot be replaced.")
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """``float32 [5, 576]``, with the device unless it is the CPU."""
+    device = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
+    return named(tensor.shape, tensor.dtype) + device
+
+
+def named(shape: torch.Size, dtype: torch.dtype) -> str:
+    """``float32 [5, 576]``."""
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _kind(value: object) -> str:
+    return describe(value) if isinstance(value, torch.Tensor) else type(value).__name__

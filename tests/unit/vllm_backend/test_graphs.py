@@ -1,0 +1,223 @@
+"""Forwards in pieces: what blocks read and write at the breaks is what they would, module by module.
+
+The graphs are made up (`support.fake_graph`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from invivo.envoy.address import INPUT, OUTPUT, Port, port_at
+from invivo.interleaver.hub import Hub
+from invivo.interleaver.mediator import Mediator
+from invivo.interleaver.modes import Turns
+from invivo.interleaver.windows import shares
+from invivo.vllm_backend import graphs
+from invivo.vllm_backend.graphs import Graphs
+from support.fake_graph import FakeGraph
+
+ROWS, WIDTH, STEPS = 3, 4, 8
+Body = Callable[[Mediator, list[torch.Tensor]], None]
+
+
+class Layer(torch.nn.Module):
+    """Like those of vLLM: the next one changes the residual in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = torch.nn.Linear(WIDTH, WIDTH)
+        self.mlp = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual = x
+        else:
+            residual.add_(x)
+        return self.mlp(self.attn(residual.tanh())), residual
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(WIDTH, WIDTH)
+        self.layers = torch.nn.ModuleList([Layer() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self.embed(x), None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual)
+        return hidden + residual
+
+
+class Engine:
+    """Decodes a batch of requests, with pieces or without."""
+
+    def __init__(self, *, pieces: bool) -> None:
+        torch.manual_seed(0)
+        self.model = Model().train(False)
+        self.hub = Hub(self.model, compiled=True)
+        self.graphs = Graphs(self.model, FakeGraph) if pieces else None
+        self.input = torch.zeros(ROWS + 1, WIDTH)
+        self.calls = 0
+
+    def add(self, request: str, body: Body, seen: list[torch.Tensor]) -> Mediator:
+        def run(mediator: Mediator) -> dict[str, object]:
+            body(mediator, seen)
+            return {}
+
+        mediator = Mediator(self.hub.tree, Turns(0, None, ()), run)
+        self.hub.add(request, mediator, None)
+        return mediator
+
+    def call(self) -> torch.Tensor:
+        self.calls += 1
+        found: torch.Tensor = self.model(self.input)
+        return found
+
+    def step(self, number: int) -> torch.Tensor:
+        with torch.inference_mode():
+            torch.manual_seed(number)
+            self.input.copy_(torch.randn(ROWS + 1, WIDTH))
+            names = ["a", "b", "c"]
+            split = shares(names, range(ROWS + 1), [number] * ROWS, [1] * ROWS, ROWS)
+            self.hub.begin(split)
+            self.hub.pad(ROWS + 1)
+            run: Any = self.graphs is not None and self.hub.needs_modules and self.hub.learned is not None
+            output: Any = (
+                self.graphs.run(ROWS + 1, self.hub, lambda _: self.call) if run and self.graphs else self.call()
+            )
+            self.hub.forward_done()
+            self.hub.finish_step()
+            return output.clone()  # type: ignore[no-any-return]
+
+
+def both(*bodies: Body, steps: int = STEPS) -> Engine:
+    """Run blocks with pieces and without, and assert that they see and cause the same."""
+    results = []
+    for pieces in (False, True):
+        engine = Engine(pieces=pieces)
+        seen: list[list[torch.Tensor]] = [[] for _ in bodies]
+        mediators = [engine.add(name, *pair) for name, pair in zip("abc", zip(bodies, seen, strict=True), strict=False)]
+        outputs = [engine.step(number) for number in range(steps)]
+        for mediator in mediators:
+            mediator.end(None)
+        failures = [(type(mediator.failure), str(mediator.failure)) for mediator in mediators]
+        results.append((outputs, seen, failures))
+        for name, _ in zip("abc", bodies, strict=False):
+            engine.hub.remove(name)
+        engine.hub.check_integrity()
+    (outputs, seen, failures), (others, again, same) = results
+    assert failures == same
+    assert all(torch.equal(one, other) for one, other in zip(outputs, others, strict=True))
+    for one, other in zip(seen, again, strict=True):
+        assert len(one) == len(other) and all(torch.equal(*pair) for pair in zip(one, other, strict=True))
+    return engine
+
+
+def out(address: str) -> Port:
+    return port_at(address, OUTPUT)
+
+
+def every_step(visit: Callable[[Mediator, list[torch.Tensor], int], None]) -> Body:
+    def body(mediator: Mediator, seen: list[torch.Tensor]) -> None:
+        for step in range(STEPS):
+            if step and not mediator.advance(step):
+                return
+            visit(mediator, seen, step)
+
+    return body
+
+
+@every_step
+def reads(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+    seen.append(mediator.read(out("layers.1.mlp"), "output"))  # type: ignore[arg-type]
+    hidden, residual = mediator.read(out("layers.1"), "output")  # type: ignore[misc]
+    seen.extend([hidden, residual])
+
+
+@every_step
+def edits(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+    (x, residual), _ = mediator.read(port_at("layers.1", INPUT), "inputs")  # type: ignore[misc]
+    seen.append(x.clone())
+    residual += step
+    hidden = mediator.read(out("layers.1.attn"), "output")
+    hidden *= 2  # type: ignore[operator]
+    mediator.write(out("layers.2"), "output", tuple(part * 0.5 for part in mediator.read(out("layers.2"), "output")))  # type: ignore[attr-defined]
+
+
+def test_reads_and_edits() -> None:
+    engine = both(reads, edits)
+    assert engine.calls == 1 + 2 + 1  # learned, seen twice, and captured
+    assert engine.graphs is not None and len(engine.graphs._forwards) == 1
+
+
+def test_one_that_asks_for_another_port_in_the_middle() -> None:
+    @every_step
+    def wanders(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        hidden = mediator.read(out("layers.0.mlp"), "output")
+        hidden += 1.0  # type: ignore[operator]
+        seen.append(mediator.read(out("layers.1.attn" if step == 6 else "layers.1.mlp"), "output"))  # type: ignore[arg-type]
+
+    engine = both(wanders, reads)
+    assert engine.calls == 1 + 2 + 1 + 1
+
+
+def test_one_that_asks_for_another_port_from_the_beginning() -> None:
+    @every_step
+    def changes(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        seen.append(mediator.read(out(f"layers.{step % 2}.mlp"), "output"))  # type: ignore[arg-type]
+
+    engine = both(changes)
+    assert engine.graphs is not None and len(engine.graphs._forwards) == 2
+
+
+def test_fewer_ports_are_served_by_the_same_pieces() -> None:
+    @every_step
+    def stops_looking(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        if step < 5:
+            seen.append(mediator.read(out("layers.0.mlp"), "output"))  # type: ignore[arg-type]
+
+    assert both(stops_looking, reads).calls == 1 + 2 + 1
+
+
+def test_errors_are_the_same() -> None:
+    @every_step
+    def asks_late(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        seen.append(mediator.read(out("layers.2.mlp"), "output"))  # type: ignore[arg-type]
+        if step == 6:
+            mediator.read(out("layers.0.mlp"), "output")
+
+    both(asks_late, reads)
+
+
+def test_no_more_are_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_KEPT", 1)
+
+    @every_step
+    def changes(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        seen.append(mediator.read(out(f"layers.{step % 2}.mlp"), "output"))  # type: ignore[arg-type]
+
+    engine = both(changes)
+    assert engine.graphs is not None and len(engine.graphs._forwards) == 1
+
+
+def test_a_capture_that_fails_is_the_last_one(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeGraph):
+        def capture_end(self) -> None:
+            super().capture_end()
+            raise RuntimeError("not captured")
+
+    engine = Engine(pieces=True)
+    engine.graphs = Graphs(engine.model, Broken)
+    seen: list[torch.Tensor] = []
+    mediator = engine.add("a", reads, seen)
+    for number in range(STEPS):
+        engine.step(number)
+    assert len(seen) == 3 * STEPS and engine.graphs._unfit and "without CUDA graphs" in caplog.text
+    mediator.end(None)
+    engine.hub.remove("a")
+    engine.hub.check_integrity()
