@@ -53,6 +53,10 @@ def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = F
             raise MisuseError(f"unknown engine argument `{name}`.{suggestion(name, known)}")
         if name in _WRONG_UNDER and value not in (None, False, 1):
             raise UnsupportedError(f"`{name}` cannot be used with traces: {_WRONG_UNDER[name]}.")
+        if name == "distributed_executor_backend" and value not in (None, "mp", "uni"):
+            raise UnsupportedError(
+                f"`{name}={value!r}`: traces were not tried with this executor. Leave it out, and vLLM starts processes."
+            )
         if name in _ONE and value != 1:
             raise UnsupportedError(
                 f"`{name}={value}`: this version of invivo does not trace several engines of one model."
