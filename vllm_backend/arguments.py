@@ -55,7 +55,7 @@ def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = F
             raise UnsupportedError(f"`{name}` cannot be used with traces: {_WRONG_UNDER[name]}.")
         if name == "distributed_executor_backend" and value not in (None, "mp", "uni"):
             raise UnsupportedError(
-                f"`{name}={value!r}`: traces were not tried with this executor. Leave it out, and vLLM starts processes."
+                f"`{name}={value!r}`: traces were not tried with this executor. Leave it out: vLLM starts processes."
             )
         if name in _ONE and value != 1:
             raise UnsupportedError(
