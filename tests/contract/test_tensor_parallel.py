@@ -280,7 +280,7 @@ def test_a_trace_with_several_invokes(llama: VLLM) -> None:
             clean = llama.model.layers[1].mlp.act_fn.output
             shapes.append(list(clean.shape))
         with tracer.invoke(PROMPT[:4]):
-            llama.model.layers[1].mlp.act_fn.output[:] = clean[:4]
+            llama.model.layers[1].mlp.act_fn.output[:] = -clean[:4]
             patched = llama.logits.save()
         with tracer.invoke(PROMPT[:4]):
             plain = llama.logits.save()

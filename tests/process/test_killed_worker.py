@@ -14,7 +14,7 @@ SCRIPT = """
 import os, threading, time
 import asyncio
 from invivo import VLLM, EngineDiedError
-from support.processes import descendants, still_there
+from support.processes import engine_processes, still_there
 
 def shared():
     return {{name for name in os.listdir("/dev/shm")}}
@@ -22,8 +22,9 @@ def shared():
 before = shared()
 settings = {engine!r} | {workers!r}
 model = VLLM({path!r}, mode={mode!r}, **settings).dispatch()
-processes = descendants(os.getpid())
-workers = sorted((p for p in processes if len(p.children()) == 0 and p.memory_info().rss > 2e8), key=lambda p: p.pid)
+processes = engine_processes()
+workers = sorted((p for p in processes[1:] if p.memory_info().rss > 2e8), key=lambda p: p.pid)
+assert len(workers) == 2, workers
 killed = []
 
 def kill():
@@ -62,7 +63,7 @@ else:
 assert killed and time.monotonic() - killed[0] < 30, time.monotonic() - killed[0]
 assert all("Make a new `VLLM(...)`" in str(error) for error in errors)
 model.close()
-assert not still_there(processes, 30)
+assert not still_there(processes, 30), [p.cmdline() for p in still_there(processes, 1)]
 assert not shared() - before, shared() - before
 with VLLM({path!r}, **settings) as model:
     with model.trace([1, 2, 3], max_tokens=1):
