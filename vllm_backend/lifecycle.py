@@ -10,6 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,7 @@ from rich.console import Console
 from ..envoy.errors import EngineClosedError, EngineDiedError
 from .compat import EngineDeadError
 from .interrupt import interruptible_start
+from .shared_files import processes, remove, shared_files
 
 T = TypeVar("T")
 
@@ -38,6 +40,7 @@ class Lifecycle(ABC, Generic[T]):
         self._arguments = arguments
         self._llm: T | None = None
         self._closed = False
+        self._shared: frozenset[Path] = frozenset()
         self._lock = threading.RLock()
         self._process = os.getpid()
         reference: weakref.ref[Lifecycle[T]] = weakref.ref(self)
@@ -89,7 +92,7 @@ class Lifecycle(ABC, Generic[T]):
                 # vLLM forks on GPUs, and a fork has the threads and locks of this process as they happen to be.
                 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
                 console = Console(stderr=True, force_jupyter=False)
-                began = monotonic()
+                began, others = monotonic(), processes()
                 with (
                     _shown(console, f"invivo: starting a vLLM engine for {self._model} ..."),
                     _main_not_imported(),
@@ -97,6 +100,7 @@ class Lifecycle(ABC, Generic[T]):
                     interruptible_start(),
                 ):
                     self._llm = self._make()
+                    self._shared = shared_files(others)
                 console.print(
                     f"invivo: engine for {self._model} ready after {monotonic() - began:.0f} s", highlight=False
                 )
@@ -112,6 +116,7 @@ class Lifecycle(ABC, Generic[T]):
             llm, self._llm = self._llm, None
             if llm is not None:
                 self._shutdown(llm)
+                remove(self._shared)
 
     def _closed_error(self) -> EngineClosedError:
         return EngineClosedError(
