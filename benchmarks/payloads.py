@@ -88,7 +88,7 @@ def payloads(bench: Bench) -> list[Figure]:
     def start() -> float:
         began = time.perf_counter()
         mediator = make(msgspec.msgpack.decode(sent, type=Payload)).mediator
-        mediator.start()
+        mediator.go_on()
         took = time.perf_counter() - began
         mediator.drop(RuntimeError("measured"))
         return took * 1e3

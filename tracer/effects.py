@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dis
 from collections.abc import Iterable
+from functools import lru_cache
 from types import CodeType
 
 TORCH = "torch"
@@ -86,6 +87,7 @@ def of_module(module: str) -> frozenset[str]:
     return _NONE if module in _HARMLESS or module.partition(".")[0] in ("invivo", "numpy") else _ALL
 
 
+@lru_cache(maxsize=256)
 def of_source(tree: ast.AST) -> frozenset[str]:
     """What a piece of source may touch by what it names, imports and does.
 
