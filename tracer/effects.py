@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import dis
-from collections.abc import Iterable
 from functools import lru_cache
 from types import CodeType
 
@@ -114,12 +113,8 @@ def of_code(code: CodeType) -> frozenset[str]:
     instructions = code.co_code[::2]
     if _IMPORT in instructions:
         return _ALL
-    found = _union(map(of_name, code.co_names))
+    found = _NONE.union(*map(of_name, code.co_names))
     return found | {MODES} if any(number in instructions for number in _WITH) else found
-
-
-def _union(kinds: Iterable[frozenset[str]]) -> frozenset[str]:
-    return _NONE.union(*kinds)
 
 
 _IMPORT = dis.opmap["IMPORT_NAME"]

@@ -86,7 +86,7 @@ class Inbox:
             elif item.output.finished:
                 self._left -= 1
                 self.over = self._left == 0
-        self._wake()
+        self._notify()
 
     def end(self, error: Exception | None = None) -> None:
         """Take in nothing any more; whoever waits, or comes to it, gets the error, or `Left`."""
@@ -94,9 +94,9 @@ class Inbox:
             self.put(error)
         with self._lock:
             self.over = True
-        self._wake()
+        self._notify()
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         with self._lock:
             waiter, self._waiter = self._waiter, None
         if waiter is not None:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from copy import copy
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from .adapter import NewRequest
 from .ahead import stop_tokens
+from .eager import EagerSteps
 from .parallel import as_bytes, as_tensor
 from .settings import DONE, ENDED, HELD, KEY, SAVES, TOLD
 
 if TYPE_CHECKING:
+    import torch
+
     from .compat import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
     from .serving import Serving
 
@@ -94,21 +98,42 @@ class TracedRunner(_Runner):
         return output
 
 
-def new_requests(scheduled: SchedulerOutput) -> Sequence[NewRequest]:
-    """See `RunnerAdapter`."""
-    return [
-        NewRequest(
-            new.req_id,
-            extra[KEY],
-            new.sampling_params.num_logprobs is not None,
-            not new.sampling_params.skip_reading_prefix_cache,
-            stop_tokens(new.sampling_params),
-        )
-        for new in scheduled.scheduled_new_reqs
-        if new.sampling_params is not None and KEY in (extra := new.sampling_params.extra_args or {})
-    ]
+class Adapter:
+    """The answers of `adapter.RunnerAdapter` that are the same for both runners."""
 
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._eager: EagerSteps | None = None
 
-def leaving(scheduled: SchedulerOutput) -> AbstractSet[str]:
-    """See `RunnerAdapter`."""
-    return scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
+    def model(self) -> torch.nn.Module:
+        """See `RunnerAdapter`."""
+        model: torch.nn.Module = self._runner.get_model()
+        return model
+
+    def new_requests(self, scheduled: SchedulerOutput) -> Sequence[NewRequest]:
+        """See `RunnerAdapter`."""
+        return [
+            NewRequest(
+                new.req_id,
+                extra[KEY],
+                new.sampling_params.num_logprobs is not None,
+                not new.sampling_params.skip_reading_prefix_cache,
+                stop_tokens(new.sampling_params),
+            )
+            for new in scheduled.scheduled_new_reqs
+            if new.sampling_params is not None and KEY in (extra := new.sampling_params.extra_args or {})
+        ]
+
+    def finished(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
+        """See `RunnerAdapter`."""
+        return scheduled.finished_req_ids
+
+    def leaving(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
+        """See `RunnerAdapter`."""
+        return scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
+
+    def eagerly(self) -> AbstractContextManager[None]:
+        """See `RunnerAdapter`."""
+        if self._eager is None:
+            self._eager = EagerSteps(self.model(), self._runner.vllm_config)
+        return self._eager.step()

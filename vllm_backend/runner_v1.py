@@ -7,20 +7,16 @@ logits. Warm-up and profiling runs do not come through `execute_model`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..interleaver.windows import Share, shares
-from .adapter import NewRequest
-from .eager import EagerSteps
-from .runner import TracedRunner, leaving, new_requests
+from .runner import Adapter, TracedRunner
 
 if TYPE_CHECKING:
-    from .compat import SamplerOutput, SchedulerOutput
+    from .compat import SamplerOutput
 
     class _Runner:
         """The parts of `GPUModelRunner` that the mixin relies on, beside those of `TracedRunner`."""
@@ -76,29 +72,8 @@ class RunnerV1(TracedRunner, _Runner):
         return output
 
 
-class AdapterV1:
+class AdapterV1(Adapter):
     """Runner V1's answers; implements `adapter.RunnerAdapter`."""
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self._eager: EagerSteps | None = None
-
-    def model(self) -> torch.nn.Module:
-        """See `RunnerAdapter`."""
-        model: torch.nn.Module = self._runner.get_model()
-        return model
-
-    def new_requests(self, scheduled: SchedulerOutput) -> Sequence[NewRequest]:
-        """See `RunnerAdapter`."""
-        return new_requests(scheduled)
-
-    def finished(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
-        """See `RunnerAdapter`."""
-        return scheduled.finished_req_ids
-
-    def leaving(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
-        """See `RunnerAdapter`."""
-        return leaving(scheduled)
 
     def clean(self, request_id: str) -> None:
         """See `RunnerAdapter`."""
@@ -132,9 +107,3 @@ class AdapterV1:
     def compiled(self) -> bool:
         """See `RunnerAdapter`."""
         return bool(self._runner.vllm_config.compilation_config.mode)  # NONE is 0
-
-    def eagerly(self) -> AbstractContextManager[None]:
-        """See `RunnerAdapter`."""
-        if self._eager is None:
-            self._eager = EagerSteps(self.model(), self._runner.vllm_config)
-        return self._eager.step()

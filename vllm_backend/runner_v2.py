@@ -13,20 +13,17 @@ that knows no graphs but those in pieces (`graphs`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from ..interleaver.windows import Share, shares
-from .adapter import NewRequest
 from .compat import CUDAGraphMode, set_forward_context
-from .eager import EagerSteps
 from .graphs import Graphs
-from .runner import TracedRunner, leaving, new_requests
+from .runner import Adapter, TracedRunner
 
 if TYPE_CHECKING:
     from .compat import SchedulerOutput
@@ -236,32 +233,11 @@ class _Sampler(_StandIn):
         return output
 
 
-class AdapterV2:
+class AdapterV2(Adapter):
     """Runner V2's answers; implements `adapter.RunnerAdapter`.
 
     A request that goes on after a preemption comes as a new one, under the id that it had.
     """
-
-    def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self._eager: EagerSteps | None = None
-
-    def model(self) -> torch.nn.Module:
-        """See `RunnerAdapter`."""
-        model: torch.nn.Module = self._runner.get_model()
-        return model
-
-    def new_requests(self, scheduled: SchedulerOutput) -> Sequence[NewRequest]:
-        """See `RunnerAdapter`."""
-        return new_requests(scheduled)
-
-    def finished(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
-        """See `RunnerAdapter`."""
-        return scheduled.finished_req_ids
-
-    def leaving(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
-        """See `RunnerAdapter`."""
-        return leaving(scheduled)
 
     def clean(self, request_id: str) -> None:
         """See `RunnerAdapter`; the tables of the blocks are on the device, and their lengths on the host."""
@@ -298,9 +274,3 @@ class AdapterV2:
         """See `RunnerAdapter`; a graph of the whole model calls no module, whether that was compiled or not."""
         config = self._runner.vllm_config.compilation_config
         return bool(config.mode) or config.cudagraph_mode != CUDAGraphMode.NONE
-
-    def eagerly(self) -> AbstractContextManager[None]:
-        """See `RunnerAdapter`."""
-        if self._eager is None:
-            self._eager = EagerSteps(self.model(), self._runner.vllm_config)
-        return self._eager.step()
