@@ -14,7 +14,7 @@ from types import FrameType
 import greenlet
 
 from ..envoy import active
-from ..envoy.address import Port, port_at
+from ..envoy.address import Port
 from ..envoy.errors import (
     InternalError,
     InvokeError,
@@ -36,7 +36,6 @@ from .meter import fitting, size_of
 from .modes import Outside, Turns
 from .padding import padded
 from .place import Place
-from .stages import CALL, Script
 from .streamed import Streamed
 from .values import Held
 from .views import Part, view, with_part
@@ -62,7 +61,6 @@ class Mediator(active.Session):
         held: what it holds of that port.
         place: how far the model has come.
         apart: a barrier has let it go on, maybe when its own step was over.
-        script: what it reads in this and other stages of a pipeline; None if there is one stage.
         failure: the exception that ended it.
         failed_at: the port that it was at then.
         stopped: it called `stop`.
@@ -110,7 +108,6 @@ class Mediator(active.Session):
         self.place = Place()
         self.apart = False
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
-        self.script: Script | None = None
         self._turns = turns
         self._body = body
         self._guard = Guard(limits) if limits is not None and limits.any else None
@@ -132,16 +129,8 @@ class Mediator(active.Session):
 
     def at_port(self, port: Port, held: Held, outside: Outside) -> None:
         """Its turn at the port that it waited for; `held` has its copy, and afterwards its edits."""
-        if self.script is not None:
-            self.script.note(port, held.value)
         self.port, self.held = port, held
         self._turn(None, None, outside)
-
-    def told(self, port: Port) -> None:
-        """Its turn when it is told what a later stage has read at the port that it waits for."""
-        assert self.script is not None, "there are stages"
-        self.port, self.held = port, self.script.next(port)
-        self._turn(None)
 
     def at_step(self, step: int) -> None:
         """Its turn at the beginning of the step that it waited for."""
@@ -278,8 +267,7 @@ class Mediator(active.Session):
         active.enter(self)
         try:
             self.scope = self._body(self)
-            if self.held is not None:
-                self.held.settle()
+            self._leave_last()
         except StopBlock:
             self.stopped = True
         except greenlet.GreenletExit:
@@ -306,19 +294,9 @@ class Mediator(active.Session):
         self.held.assign(with_part(self.held.value, part, value), str(port))
 
     def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        script, port = self.script, port_at(address, CALL)
-        if script is not None:
-            if (told := script.next(port)) is not None:
-                return told.value
-            if not script.places.here(address):
-                self.hand_over(port)
-                return self.held.value  # type: ignore[union-attr]  # it was told
         assert self.caller is not None, "the hub sets it"
         self._turns.sit()  # the module may draw
-        result = self.caller(address, args, kwargs)
-        if script is not None:
-            script.note(port, result)
-        return result
+        return self.caller(address, args, kwargs)
 
     def advance(self, step: int) -> bool:
         if self._ended:
@@ -335,8 +313,7 @@ class Mediator(active.Session):
     def stop(self) -> None:
         if self._ended:
             raise StepError("`tracer.stop()` came after the request had ended.")
-        if self.held is not None:
-            self.held.settle()
+        self._leave_last()
         self.stopped_at = self.line()
         raise StopBlock
 
@@ -366,10 +343,6 @@ class Mediator(active.Session):
                 f"{port} was asked for after the request had ended (in step {self.step}). Read ports before the end, "
                 "inside the loop over `tracer.iter`."
             )
-        if self.script is not None and (told := self.script.next(port)) is not None:
-            self._leave_port()
-            self.port, self.held = port, told
-            return
         place = self.place
         known = place.order.get(port)
         if known is None or known[-1] <= place.number or not place.inside or self.apart:  # not the usual case
@@ -378,16 +351,16 @@ class Mediator(active.Session):
                 raise PortPassedError(passed)
         self.hand_over(port)
 
-    def _leave_port(self) -> None:
-        self._turns.check()
+    def _leave_last(self) -> None:
+        """See what it has changed at its last port."""
         if self.held is not None:
             self.held.settle()
-            if self.script is not None and self.port is not None and not self.port.of_step:
-                self.edited = self.edited or self.held.changed is not None  # also where another stage had it
 
     def hand_over(self, wait: Wait) -> object:
         """Wait; gives what its next turn is given."""
-        self._leave_port()
+        self._turns.check()
+        if self.held is not None:
+            self.held.settle()
         if self._guard is not None and (self.saved or self._guard.error is not None):
             self._guard.check(self.saved)
         current = greenlet.getcurrent()

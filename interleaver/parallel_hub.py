@@ -14,13 +14,14 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 import torch
 
 from ..envoy.address import INPUT, OUTPUT, SAMPLES, Port, port_at
-from ..envoy.errors import InternalError, RanksError, UnsupportedError
+from ..envoy.errors import InternalError, LimitError, RanksError, UnsupportedError
 from ..tracer.failure import Failure, describe, rebuild
 from .calls import ModuleCall
 from .generator import SEAT
@@ -33,8 +34,9 @@ from .values import Change, Held, Passing, copies, tensors_of
 from .waits import BarrierWait, CallWait, StepWait
 from .windows import Share, Window
 
-_CALLS, _FAILED = 1, 2
-"""What a rank says beside the states of its blocks: some wait for calls; its hub has failed."""
+_CALLS, _MORE, _FAILED = 1, 2, 4
+"""What a rank says beside the states of its blocks: some wait for calls; more have come to the port that fires; its
+hub has failed."""
 
 
 class ParallelHub(Hub):
@@ -55,7 +57,9 @@ class ParallelHub(Hub):
         self._ranks = shards.ranks
         self._turned: list[Mediator] = []
         self._edits: dict[str, int] = {}
+        self._overs: dict[str, LimitError] = {}
         self._failed = False
+        self._all_failed = False
 
     def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
         """See `Hub`."""
@@ -71,6 +75,10 @@ class ParallelHub(Hub):
 
     def enter(self, requests: Iterable[str]) -> list[str]:
         """See `Hub`."""
+        overs, self._overs = self._overs, {}
+        for request, error in overs.items():
+            if request in self.mediators:
+                super().end_over(request, error)
         present = super().enter(requests)
         if self.mediators:
             self._settle()
@@ -103,10 +111,15 @@ class ParallelHub(Hub):
         self._settle()
         super().end(request, result)
 
+    def end_over(self, request: str, error: LimitError) -> None:
+        """See `Hub`; maybe on this rank only, so it is done where all agree next."""
+        self._overs[request] = error
+
     def abandon_step(self) -> None:
         """See `Hub`."""
         super().abandon_step()
         self._turned.clear()
+        self._edits.clear()
 
     def give_up(self, error: Exception) -> None:
         """See `Hub`; the other ranks learn of it when all agree next."""
@@ -119,28 +132,43 @@ class ParallelHub(Hub):
         outside = Outside()
         turns: list[tuple[Mediator, Held, Window | None]] = []
         served = 0
-        while served < len(waiting) or self._answer_calls():
-            batch = waiting[served:]
-            served += len(batch)
-            windows = [m.share.last if self._place.sampling else m.share.rows for m in batch]
-            if not windows:
-                continue
-            try:
-                whole, places = self._shards.whole_rows(value, windows, port)
-                made, versions = copies(whole, places, port)
-            except UnsupportedError as error:
-                for mediator in batch:
-                    self._turn(mediator, partial(mediator.fail, error))
-                continue
-            passing = Passing(whole, port)
-            for mediator, copy, window, place in zip(batch, made, windows, places, strict=True):
-                if port.kind == SAMPLES:
-                    passing = Passing(whole, port, self._vocabulary, mediator.fixed_samples)
-                held = Held(copy, versions, place, passing)
-                mediator.at_port(port, held, outside)
-                self._went_on(mediator)
-                turns.append((mediator, held, window))
+        while True:
+            batch = [mediator for mediator in waiting[served:] if not mediator.done]
+            served = len(waiting)
+            if batch:
+                self._give_turns(batch, port, value, turns, outside)
+            more = len(waiting) > served
+            if not self._answer_calls(more=more):
+                if not more:
+                    break
+                self._agree(more=True)  # whose rows are gathered next
         return self._shards.cut(value, self._changes(turns, port), port)
+
+    def _give_turns(
+        self,
+        batch: list[Mediator],
+        port: Port,
+        value: object,
+        turns: list[tuple[Mediator, Held, Window | None]],
+        outside: Outside,
+    ) -> None:
+        """The turns of blocks at a port, whose rows are gathered together."""
+        windows = [m.share.last if self._place.sampling else m.share.rows for m in batch]
+        try:
+            whole, places = self._shards.whole_rows(value, windows, port)
+            made, versions = copies(whole, places, port)
+        except UnsupportedError as error:
+            for mediator in batch:
+                self._turn(mediator, partial(mediator.fail, error))
+            return
+        passing = Passing(whole, port)
+        for mediator, copy, window, place in zip(batch, made, windows, places, strict=True):
+            if port.kind == SAMPLES:
+                passing = Passing(whole, port, self._vocabulary, mediator.fixed_samples)
+            held = Held(copy, versions, place, passing)
+            mediator.at_port(port, held, outside)
+            self._went_on(mediator)
+            turns.append((mediator, held, window))
 
     def _changes(self, turns: list[tuple[Mediator, Held, Window | None]], port: Port) -> list[Change]:
         changes: list[Change] = []
@@ -159,13 +187,13 @@ class ParallelHub(Hub):
 
     # --- calls
 
-    def _answer_calls(self) -> bool:
+    def _answer_calls(self, *, more: bool = False) -> bool:
         """Call the modules that blocks wait for; whether there were any."""
         calling = [m for m in dict.fromkeys(self._turned) if isinstance(m.wait, CallWait)]
         if not calling:
             return False
-        self._agree()
-        for mediator in calling:
+        self._agree(more=more)
+        for mediator in sorted(calling, key=attrgetter("request")):
             wait = mediator.wait
             if isinstance(wait, CallWait):  # it is still there
                 try:
@@ -188,21 +216,29 @@ class ParallelHub(Hub):
 
     def _settle(self) -> None:
         """Agree, until no block of any rank waits for a call."""
-        while self._answer_calls() or self._agree() or self._turned:
-            pass
+        try:
+            while not self._all_failed and (self._answer_calls() or self._agree() or self._turned):
+                pass
+        except Exception as error:
+            self.give_up(error)
+            self._agree()  # so that the others hear of it
+        self._all_failed = False
         if self._draws.may or self._place.sampling:
             SEAT.leave()
 
-    def _agree(self) -> bool:
+    def _agree(self, *, more: bool = False) -> bool:
         """Hear what the blocks of all ranks do now, and end those that do not do the same.
 
+        Args:
+            more: blocks have come to the port that fires, and are to be served there.
+
         Returns:
-            Whether blocks of any rank wait for calls.
+            Whether some rank goes on before all are at one.
         """
         turned, self._turned = dict.fromkeys(self._turned), []
         states = {mediator.request: _state(mediator) for mediator in turned}
         calls = any(isinstance(mediator.wait, CallWait) for mediator in turned)
-        flags = _CALLS * calls | _FAILED * self._failed
+        flags = _CALLS * calls | _MORE * more | _FAILED * self._failed
         said = self._ranks.exchange((flags, _sum(states), _sum(self._edits)))
         every = 0
         for flag, *_ in said:
@@ -210,12 +246,13 @@ class ParallelHub(Hub):
         if every & _FAILED:
             if not self._failed:
                 super().give_up(InternalError("the hub of another rank has failed; its log says why."))
-            self._failed = False
+            self._failed, self._all_failed = False, True
             self._turned.clear()
+            self._edits.clear()
             return False
         if len({states_sum for _, states_sum, _ in said}) > 1:
-            self._compare(states)
-        if every & _CALLS:
+            self._compare(states, turned)
+        if every:
             return True  # some ranks have yet to see what was edited
         if len({edits_sum for *_, edits_sum in said}) > 1:
             self._compare(
@@ -224,19 +261,16 @@ class ParallelHub(Hub):
         self._edits.clear()
         return False
 
-    def _compare(self, states: Mapping[str, str]) -> None:
+    def _compare(self, states: Mapping[str, str], turned: Iterable[Mediator] = ()) -> None:
         """Find the blocks that do not do the same on all ranks, and end them."""
-        mine = {request: (state, self._failure(request)) for request, state in states.items()}
+        failures = {mediator.request: _failure(mediator) for mediator in turned}
+        mine = {request: (state, failures.get(request)) for request, state in states.items()}
         said: list[dict[str, tuple[str, bytes | None]]] = self._ranks.exchange_any(mine)
         for request in dict.fromkeys(request for one in said for request in one):
             found = [one.get(request, ("it has had no turn", None)) for one in said]
             if len({state for state, _ in found}) > 1:
-                failures = [failure for _, failure in found if failure is not None]
-                self._end_differing(request, [state for state, _ in found], failures)
-
-    def _failure(self, request: str) -> bytes | None:
-        error = self.mediators[request].failure
-        return None if error is None else msgspec.msgpack.encode(describe(error))
+                raised = [failure for _, failure in found if failure is not None]
+                self._end_differing(request, [state for state, _ in found], raised)
 
     def _end_differing(self, request: str, states: list[str], failures: list[bytes]) -> None:
         mediator = self.mediators.get(request)
@@ -260,6 +294,7 @@ class ParallelHub(Hub):
                     del self._waiting[port]
         self._done.discard(request)
         self.ended.add(request)
+        self.edited.add(request)  # maybe by a rank that had its turn before it heard of this
         self._meetings.see_end(mediator)
 
 
@@ -295,6 +330,10 @@ def _state(mediator: Mediator) -> str:
         shapes = [[*tensor.shape] for tensor in tensors_of(wait.arguments)]
         return f"it calls {wait.address} with {shapes}"
     return "it waits for the end of its request"
+
+
+def _failure(mediator: Mediator) -> bytes | None:
+    return None if mediator.failure is None else msgspec.msgpack.encode(describe(mediator.failure))
 
 
 def _sum(said: Mapping[str, object]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from .hooks import Hooks
 from .hub import Hub
 from .mediator import Mediator
 from .parallel_hub import ParallelHub
+from .staged_mediator import StagedMediator
 from .stages import CALL, Places, Script, Told, combined, decode, encode
 from .windows import Share
 
@@ -52,8 +54,10 @@ class Staged(Hub):
 
     def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
         """See `Hub`."""
-        super().add(request, mediator, vocabulary)
+        mediator.__class__ = StagedMediator
+        assert isinstance(mediator, StagedMediator), "it is one now"
         mediator.script = Script(self.places)
+        super().add(request, mediator, vocabulary)
 
     # --- what stages tell each other
 
@@ -64,9 +68,9 @@ class Staged(Hub):
             self._before, self.learned = learned, combined(learned, self.learned)
         for request, told in blocks.items():
             self._give(request, told)
-            script = self.mediators[request].script if request in self.mediators else None
-            if script is not None:
-                script.failure = told.failure
+            mediator = self._staged(request)
+            if mediator is not None:
+                mediator.script.failure, mediator.script.over = told.failure, told.over
 
     def hear_back(self, told: Mapping[str, bytes]) -> None:
         """What later stages have read in the last step of requests whose next step begins; comes before `hear`."""
@@ -80,51 +84,63 @@ class Staged(Hub):
 
     def tell(self) -> bytes:
         """For the next stage: what blocks have read in the step that is over here."""
-        blocks = {}
-        for request in self._shares:
-            mediator = self.mediators.get(request)
-            if mediator is not None and mediator.script is not None:
-                failure = describe(mediator.failure) if mediator.failure is not None else None
-                blocks[request] = Told(mediator.script.read, failure)
         learned = self.learned if not self._told_order else None
         self._told_order = self.learned is not None
-        return encode((learned, blocks))
+        try:
+            return encode((learned, self._blocks()))
+        except Exception as error:  # a value that cannot be sent
+            self.give_up(error)
+            return encode((learned, self._blocks(read=False)))
+
+    def _blocks(self, *, read: bool = True) -> dict[str, Told]:
+        blocks = {}
+        for request in self._shares:
+            mediator = self._staged(request)
+            if mediator is not None:
+                failure = describe(mediator.failure) if mediator.failure is not None else None
+                blocks[request] = Told(mediator.script.read if read else [], failure, mediator.done)
+        return blocks
 
     def tell_back(self) -> dict[str, bytes]:
         """For the stages before this one, which is the last: what blocks that go on have read in this step."""
         return {
             request: encode(Told([entry for entry in mediator.script.read if entry.stage > 0]))
             for request in self._shares
-            if (mediator := self.mediators.get(request)) is not None
-            and not mediator.done
-            and mediator.script is not None
-            and mediator.script.read
+            if (mediator := self._staged(request)) is not None and not mediator.done and mediator.script.read
         }
 
-    def meet_at_end(self, request: str) -> None:
-        """All stages, outside of a step: what the last one has read of a request that has ended."""
-        script = self.mediators[request].script
-        assert script is not None, "every block of a stage has one"
-        mine = encode(Told(script.read)) if self.places.last else b""
+    def meet_at_end(self, request: str | None) -> None:
+        """All stages, outside of a step: what the last one has read of a request that has ended.
+
+        Args:
+            request: none where the caller of this one needs nothing more of it.
+        """
+        mediator = self._staged(request) if request is not None else None
+        mine = b""
+        if self.places.last and mediator is not None:
+            with suppress(Exception):  # a value that cannot be sent; the others must not wait for it
+                mine = encode(Told(mediator.script.read))
         told = self.stages.exchange_any(mine)[-1]
-        if not self.places.last:
+        if told and request is not None and not self.places.last:
             self._give(request, decode(told, self._device()), back=True)
             self._catch_up(request)
             self._after_turns()
 
-    def _give(self, request: str, told: Told, *, back: bool = False) -> None:
+    def _staged(self, request: str) -> StagedMediator | None:
         mediator = self.mediators.get(request)
-        script = mediator.script if mediator is not None else None
-        if script is not None:
-            own = self.places.stage
-            script.given.clear()
-            script.given.extend(entry for entry in told.entries if (entry.stage > own if back else entry.stage < own))
+        return mediator if isinstance(mediator, StagedMediator) else None
+
+    def _give(self, request: str, told: Told, *, back: bool = False) -> None:
+        mediator = self._staged(request)
+        if mediator is not None:
+            own, given = self.places.stage, mediator.script.given
+            given.clear()
+            given.extend(entry for entry in told.entries if (entry.stage > own if back else entry.stage < own))
 
     def _catch_up(self, request: str) -> None:
         """Have a block go over what later stages have read."""
-        mediator = self.mediators[request]
-        script = mediator.script
-        if script is not None and script.given and isinstance(mediator.wait, Port):
+        mediator = self._staged(request)
+        if mediator is not None and mediator.script.given and isinstance(mediator.wait, Port):
             port = mediator.wait
             self._guarded(lambda: self._turn(mediator, partial(mediator.told, port)))
 
@@ -133,8 +149,8 @@ class Staged(Hub):
     def begin(self, shares: Mapping[str, Share], without: Collection[str] = ()) -> None:
         """See `Hub`."""
         for request in shares:
-            mediator = self.mediators.get(request)
-            if mediator is not None and mediator.script is not None and not mediator.done:
+            mediator = self._staged(request)
+            if mediator is not None and not mediator.done:
                 mediator.script.begin()
         super().begin(shares, without)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import io
 import pickle
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from ..envoy.address import Port, port_at
 from ..envoy.errors import PortPassedError, RanksError
 from ..envoy.tree import Learned, ModuleInfo, ModuleTree
 from ..tracer.failure import Failure, rebuild
-from .values import Held, Passing, map_tensors
+from .shards import checksum
+from .values import map_tensors
 
 CALL = "call"
 """The kind of what stands for a port where a block calls a module."""
@@ -30,7 +32,8 @@ ABSENT = "PPMissingLayer"
 """The class of what a stage has in place of a module of another one."""
 
 
-class Entry(NamedTuple):
+@dataclass
+class Entry:
     """What a block has read.
 
     Attributes:
@@ -38,12 +41,14 @@ class Entry(NamedTuple):
         address: the module's.
         kind: of the port.
         value: as it was.
+        edit: tells apart what it has put in its place; 0 if nothing.
     """
 
     stage: int
     address: str
     kind: str
     value: Any
+    edit: int = 0
 
 
 class Elsewhere(NamedTuple):
@@ -62,10 +67,12 @@ class Told(NamedTuple):
     Attributes:
         entries: what it has read, in order.
         failure: what ended it.
+        over: it has ended, in whatever way.
     """
 
     entries: list[Entry]
     failure: Failure | None = None
+    over: bool = False
 
 
 class Places:
@@ -115,6 +122,7 @@ class Script:
         read: what it has read so far, here and before, in order.
         given: what it is still to be told.
         failure: what has ended it in an earlier stage.
+        over: it has ended in an earlier stage.
     """
 
     def __init__(self, places: Places) -> None:
@@ -122,17 +130,19 @@ class Script:
         self.read: list[Entry] = []
         self.given: deque[Entry] = deque()
         self.failure: Failure | None = None
+        self.over = False
 
-    def note(self, port: Port, value: object) -> None:
+    def note(self, port: Port, value: object) -> Entry:
         """The block reads this now, and may change it."""
-        kept = map_tensors(value, torch.Tensor.clone)
-        self.read.append(Entry(self.places.stage, port.address, port.kind, kept))
+        entry = Entry(self.places.stage, port.address, port.kind, map_tensors(value, torch.Tensor.clone))
+        self.read.append(entry)
+        return entry
 
-    def next(self, port: Port) -> Held | None:
+    def next(self, port: Port) -> Entry | None:
         """What the block is told of the port that it asks for; None if it is to wait for it.
 
         Raises:
-            RanksError: another stage says that it asked for another one.
+            RanksError: another stage says that it asked for another one, or has ended.
             PortPassedError: the port is one of an earlier stage, where it was not asked for.
             whatever has ended the block in an earlier stage.
         """
@@ -141,15 +151,12 @@ class Script:
             if port_at(entry.address, entry.kind) is not port:
                 raise RanksError(
                     f"the block asked for {port}, and for {port_at(entry.address, entry.kind)} at the same place in "
-                    f"stage {entry.stage} of the pipeline. It runs in each of them, with the same values and random "
-                    "numbers. What differs from process to process (the time, ids of objects and processes, files) "
-                    "must not decide what it asks for."
+                    f"stage {entry.stage} of the pipeline. {_ALIKE}"
                 )
             if entry.stage < self.places.stage:
-                self.read.append(entry._replace(value=map_tensors(entry.value, torch.Tensor.clone)))
-            return Held(entry.value, None, None, Passing(entry.value, port))
-        if self.failure is not None:
-            raise rebuild(self.failure)
+                self.read.append(replace(entry, value=map_tensors(entry.value, torch.Tensor.clone)))
+            return entry
+        self._check_over_before(f"it asks for {port}")
         if self.places.earlier(port):
             raise PortPassedError(
                 f"{port} has passed: it belongs to an earlier stage of the pipeline than what the block has read or "
@@ -158,9 +165,59 @@ class Script:
             )
         return None
 
+    def leave(self, entry: Entry, changed: Sequence[torch.Tensor | None]) -> None:
+        """The block leaves the port that it has read this at, and has put this in its place.
+
+        Raises:
+            RanksError: that is not what it has put there in the stage that has the port.
+        """
+        edit = checksum(changed)
+        if entry.stage == self.places.stage:
+            entry.edit = edit
+        elif entry.edit != edit:
+            raise RanksError(
+                f"what the block wrote at {port_at(entry.address, entry.kind)} in stage {entry.stage} of the pipeline "
+                f"is not what it writes there in stage {self.places.stage}. If it has called a module of a later stage "
+                f"between, change the value before that call. {_ALIKE}"
+            )
+
+    def check_over(self, *, ends: bool) -> None:
+        """The block needs nothing more of this step.
+
+        Args:
+            ends: nor of the steps to come.
+
+        Raises:
+            RanksError: in another stage it does.
+            whatever has ended the block in an earlier stage.
+        """
+        if self.given:
+            port = port_at(self.given[0].address, self.given[0].kind)
+            raise RanksError(
+                f"the block asked for {port} in stage {self.given[0].stage} of the pipeline, and for no further port "
+                f"of the step in stage {self.places.stage}. {_ALIKE}"
+            )
+        if self.failure is not None or not ends:
+            self._check_over_before("it goes on")
+
+    def _check_over_before(self, here: str) -> None:
+        if self.failure is not None:
+            raise rebuild(self.failure)
+        if self.over:
+            raise RanksError(
+                f"the block has ended in an earlier stage of the pipeline, and in stage {self.places.stage} {here}. "
+                f"{_ALIKE}"
+            )
+
     def begin(self) -> None:
         """A step of the block begins."""
         self.read = []
+
+
+_ALIKE = (
+    "A block runs in each stage, with the same values and random numbers. What differs from process to process (the "
+    "time, ids of objects and processes, files) must not decide what it asks for, calls or writes."
+)
 
 
 def encode(message: object) -> bytes:

@@ -91,22 +91,6 @@ def exchange_trees(worker: Any) -> None:
     worker.load_model = load_model
 
 
-def check_split(config: Any, *, v2: bool) -> None:
-    """Refuse a worker that has a part of a model where blocks could come to differ between workers.
-
-    Raises:
-        UnsupportedError: it uses Model Runner V2, or prepares steps ahead.
-    """
-    if config.parallel_config.world_size == 1:
-        return
-    if v2 or config.scheduler_config.async_scheduling:
-        raise UnsupportedError(
-            "an engine of several workers is traced on Model Runner V1 and without asynchronous scheduling only: "
-            "elsewhere, what a worker has of a step when its blocks run depends on its own speed. Set "
-            "VLLM_USE_V2_MODEL_RUNNER=0, and pass `async_scheduling=False` to `VLLM`."
-        )
-
-
 def as_tensor(data: bytes) -> torch.Tensor:
     """Bytes that travel with hidden states. Of an odd length, as vLLM has ranks send parts of what can be halved."""
     size = len(data).to_bytes(8, "big")

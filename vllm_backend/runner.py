@@ -55,7 +55,9 @@ class TracedRunner(_Runner):
         try:
             output = super().execute_model(scheduler_output, *args, **kwargs)
             if isinstance(tensors := getattr(output, "tensors", None), dict):
-                return type(output)({**tensors, TOLD: as_tensor(self.serving.tell())})
+                output = copy(output)
+                output.tensors = {**tensors, TOLD: as_tensor(self.serving.tell())}
+                return output
             if output is not None and not scheduler_output.total_num_scheduled_tokens:
                 output = copy(output)  # one object stands for all outputs of steps in which nothing is computed
                 vars(output)[HELD] = self.serving.held

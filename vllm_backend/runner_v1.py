@@ -16,7 +16,7 @@ from ..interleaver.windows import Share, shares
 from .runner import Adapter, TracedRunner
 
 if TYPE_CHECKING:
-    from .compat import SamplerOutput
+    from .compat import SamplerOutput, SchedulerOutput
 
     class _Runner:
         """The parts of `GPUModelRunner` that the mixin relies on, beside those of `TracedRunner`."""

@@ -20,6 +20,7 @@ wrapped.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -40,7 +41,7 @@ from .in_band import Transit
 from .members import Members
 from .orphan import follow_parent
 from .room import left_out
-from .settings import DONE, ENDED, HELD, KEY, SAVES, TOLD
+from .settings import DONE, ENDED, HELD, KEY, NOW, SAVES, TOLD
 from .stuck import Stuck
 
 STOP_REASON = "invivo"
@@ -96,6 +97,7 @@ class _TraceRules(_Scheduler):
         self._passed_over: str | None = None
         self._yielded = False
         self._stuck = Stuck()
+        self._several = self.vllm_config.parallel_config.world_size > 1
         self._watch_blocks()
         self._transit = Transit()
         follow_parent()
@@ -119,6 +121,12 @@ class _TraceRules(_Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """As in `Scheduler`, with the rules for traced requests."""
+        output = self._schedule(throttle_prefills)
+        if self._several:
+            vars(output)[NOW] = monotonic()
+        return output
+
+    def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
         if not self._traced:
             return super().schedule(throttle_prefills)
         self._taken.clear()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,6 +26,7 @@ from .ahead import Ahead
 from .module_call import call_module
 from .outbox import Outbox
 from .request_output import decode_output
+from .settings import NOW
 from .traces import Known, Traces
 
 if TYPE_CHECKING:
@@ -117,7 +119,8 @@ class Serving:
         """Forget the traces of requests that have left, once nobody will ask for their reply."""
         if self.active:
             with torch.inference_mode():  # others that wait for them in vain have a turn
-                self._guarded(lambda: self._traces.leave(self._adapter.finished(scheduled), self._ready()))
+                now = getattr(scheduled, NOW, None) or monotonic()
+                self._guarded(lambda: self._traces.leave(self._adapter.finished(scheduled), self._ready(), now))
 
     def admit(self, scheduled: object) -> None:
         """Take in the traced requests of an engine step."""
@@ -220,11 +223,12 @@ class Serving:
 
     def collect(self, trace: str, output: bytes) -> bytes:
         """End the block of a request that has ended with `output`, and give the parcel of its reply."""
-        if not self._last and not self._traces.knows(trace):
-            return b""
-        known, hub = self._traces.fetched(trace), self._ready()
-        if isinstance(hub, Staged) and known.group is not None:  # other blocks of the trace may need what it gives
-            hub.meet_at_end(known.request_id)
+        hub = self._ready()
+        if isinstance(hub, Staged):
+            hub.meet_at_end(self._traces.grouped(trace))  # other blocks of the trace may need what it gives
+            if not self._last and not self._traces.knows(trace):
+                return b""
+        known = self._traces.fetched(trace)
         with torch.inference_mode():
             hub.end(known.request_id, decode_output(output))
         reply = reply_of(known.launched, hub.learned)

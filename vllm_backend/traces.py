@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from time import monotonic
 
 from msgspec import structs
 
@@ -66,6 +65,11 @@ class Traces:
         """Whether it is there."""
         return trace in self._known
 
+    def grouped(self, trace: str) -> str | None:
+        """The request of a trace that is one of several invokes, if it is there."""
+        known = self._known.get(trace)
+        return known.request_id if known is not None and known.group is not None else None
+
     def fetched(self, trace: str) -> Known:
         """Take out a trace whose caller fetches the reply.
 
@@ -93,9 +97,8 @@ class Traces:
                 cargo[known.request_id] = Cargo(streamed, reply)
         return cargo
 
-    def leave(self, requests: Collection[str], hub: Hub) -> None:
-        """Requests have left the engine: forget those whose reply has gone, and in time all others."""
-        now = monotonic()
+    def leave(self, requests: Collection[str], hub: Hub, now: float) -> None:
+        """Requests have left the engine, at this time: forget those whose reply has gone, and in time all others."""
         for trace, known in list(self._known.items()):
             if known.request_id in requests and known.left is None:
                 known.left = now

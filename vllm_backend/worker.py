@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..envoy.errors import UnsupportedError
 from ..interleaver.harvest import sink
-from .parallel import check_split, exchange_trees, has_last_layers, make_hub, sends_home
+from .arguments import check_split
+from .parallel import exchange_trees, has_last_layers, make_hub, sends_home
 from .runner_v1 import AdapterV1, RunnerV1
 from .runner_v2 import AdapterV2, RunnerV2
 from .serving import Serving

@@ -287,7 +287,7 @@ def test_engine_arguments_that_traces_cannot_have() -> None:
     path = str(smollm2_path())
     with pytest.raises(MisuseError, match=r"unknown engine argument `max_model_length`\. Did you mean `max_model_len`"):
         VLLM(path, max_model_length=3)
-    with pytest.raises(UnsupportedError, match="does not trace several engines of one model"):
+    with pytest.raises(UnsupportedError, match="several engines of one model for asynchronous callers only"):
         VLLM(path, data_parallel_size=2)
     with pytest.raises(UnsupportedError, match="not tried with this executor"):
         VLLM(path, tensor_parallel_size=2, distributed_executor_backend="ray")

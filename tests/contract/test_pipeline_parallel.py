@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
+import invivo
 from contract.test_architectures import (
     PROMPT,
     STEPS,
@@ -19,7 +21,7 @@ from contract.test_architectures import (
 from invivo import VLLM, PortNotReachedError, PortPassedError, RanksError, TimeLimitError, save
 from smollm2 import smollm2_path
 from support.batch import Batch
-from support.busy import crowd, differences, run_together
+from support.busy import crowd, differences, preemptions, run_together
 from support.checkpoints import tiny_checkpoint
 from support.compare import errors
 from support.contract import BOUND, TINY_ENGINE, stream
@@ -46,6 +48,7 @@ def llama(request: pytest.FixtureRequest) -> Iterator[VLLM]:
         patch.setenv("VLLM_PP_LAYER_PARTITION", "2,1")
         path = tiny_checkpoint("llama", tokenizer=smollm2_path())
         limits = {"time_limit": 1.5, "max_num_seqs": 32, "max_model_len": 448}
+        limits |= {"block_size": 32, "num_gpu_blocks_override": 24}
         with VLLM(str(path), enforce_eager=True, **{**TINY_ENGINE, **limits, **SPLIT[request.param]}) as model:
             yield model
 
@@ -206,6 +209,72 @@ def test_a_block_that_differs_between_stages(llama: VLLM) -> None:
             llama.logits
 
 
+def test_what_a_block_writes_must_be_the_same_in_all_stages(llama: VLLM) -> None:
+    with pytest.raises(RanksError, match=r"wrote at model\.layers\.0\.mlp\.output in stage 0"):
+        with llama.trace(PROMPT, max_tokens=1):
+            llama.model.layers[0].mlp.output[0] += stage()
+            seen = llama.model.layers[2].output[0].save()
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_error_in_one_stage_only(llama: VLLM, at: int) -> None:
+    batch = Batch(llama)
+    with batch.traced(PROMPT, max_tokens=3, ignore_eos=True) as tracer:
+        for _ in tracer.iter[:]:
+            llama.model.layers[0].output
+            if stage() == at:
+                raise KeyError("mine")
+            llama.model.layers[2].output
+    batch.plain({"prompt_token_ids": PROMPT}, max_tokens=3, ignore_eos=True)
+    wrong, plain = batch.run()
+    assert type(wrong.error) is KeyError and wrong.error.args == ("mine",)
+    assert len(wrong.tokens) == 1 and len(plain.tokens) == 3
+
+
+def test_a_stop_in_the_first_stage(llama: VLLM, case: Case) -> None:
+    with llama.trace(PROMPT, max_tokens=8, temperature=0, ignore_eos=True) as tracer:
+        seen = list().save()
+        for step in tracer.iter[:]:
+            seen.append(stream(llama.model.layers[0]))
+            if step == 2:
+                tracer.stop()
+    assert len(seen) == 3 and tracer.result.outputs[0].token_ids == case.plain.tokens[:3]
+    for found, step in zip(seen, case.plain.steps, strict=False):
+        assert errors(found, step.output("model.layers.0")) < BOUND
+
+
+def test_a_change_after_a_call_of_a_later_module_is_refused(llama: VLLM) -> None:
+    with pytest.raises(RanksError, match="change the value before that call"):
+        with llama.trace(PROMPT, max_tokens=1):
+            hidden = llama.model.layers[0].output[0]
+            lens = llama.lm_head(hidden[-1:]).save()
+            hidden[-1] *= 2
+
+
+def test_a_value_of_an_invoke_without_a_loop_is_handed_on(llama: VLLM) -> None:
+    """Its block has ended in the last stage when the first one hears of the value."""
+    with llama.trace(max_tokens=3, temperature=0, ignore_eos=True) as tracer:
+        with tracer.invoke(PROMPT):
+            late = llama.model.layers[2].mlp.output
+            plain = llama.logits.save()
+        with tracer.invoke(PROMPT):
+            llama.model.layers[0].mlp.output[:] = late
+            patched = llama.logits.save()
+    assert errors(patched, plain) > BOUND
+
+
+def test_a_harvest(llama: VLLM, case: Case, tmp_path: Path) -> None:
+    prompts = [[17, 49_000, 2222], [6], [1234, 777, 4000, 8, 15]]
+    ports = ["sum(model.layers.0.output)", "model.layers.2.mlp.act_fn.output"]
+    rows = invivo.harvest(llama, prompts, ports, tmp_path, progress=False)
+    assert len(rows) == 9
+    for number, prompt in enumerate(prompts):
+        step = case.reference.run(prompt, 1).steps[0]
+        found = rows.of_prompt(number)
+        assert errors(found[ports[0]], step.output("model.layers.0")) < BOUND
+        assert errors(found[ports[1]], step.input("model.layers.2.mlp.down_proj")) < BOUND
+
+
 def test_random_numbers_are_the_same_in_all_stages(llama: VLLM) -> None:
     runs = []
     for _ in range(2):
@@ -253,9 +322,13 @@ def test_invokes_hand_values_over_and_meet(llama: VLLM) -> None:
 
 
 def test_sixty_requests_together(llama: VLLM) -> None:
-    """The mixed load of `test_busy_engine.py`."""
+    """The mixed load of `test_busy_engine.py`, with so little memory that requests are preempted."""
     requests = crowd(5, 60, traced=0.5, longest=100, budget=448)
-    found = run_together(llama, requests)
+    scheduler: Any = cast(Any, llama.engine).llm_engine.engine_core.engine_core.scheduler
+    with pytest.MonkeyPatch.context() as patch:
+        preempted = preemptions(scheduler, patch)
+        found = run_together(llama, requests)
+    assert preempted
     expected = [request.alone(llama) for request in requests[::3]]
     triples = zip(requests[::3], found[::3], expected, strict=True)
     wrong = [text for triple in triples for text in differences(*triple)]

@@ -5,13 +5,16 @@ The values of every port are those of the reference, which knows nothing of rank
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 
+import invivo
 from contract.test_architectures import (
     PROMPT,
     STEPS,
@@ -19,13 +22,13 @@ from contract.test_architectures import (
     test_edits_have_the_effect_that_they_have_in_the_reference,
     test_every_port_equals_the_reference,
 )
-from invivo import VLLM, RanksError, TimeLimitError, UnsupportedError, save
+from invivo import VLLM, InvokeError, RanksError, TimeLimitError, UnsupportedError, save
 from smollm2 import smollm2_path
 from support.batch import Batch
-from support.busy import crowd, differences, run_together
+from support.busy import crowd, differences, preemptions, run_together
 from support.checkpoints import tiny_checkpoint
 from support.compare import errors
-from support.contract import BOUND, TINY_ENGINE, first
+from support.contract import BOUND, TINY_ENGINE, first, stream
 from support.reference import Reference
 
 __all__ = [
@@ -70,7 +73,8 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def llama() -> Iterator[VLLM]:
     """The tiny Llama, with short limits and room for many requests."""
     with pytest.MonkeyPatch.context() as patch:
-        with split_model("llama", patch, time_limit=1.5, max_num_seqs=32, max_model_len=448) as model:
+        room = {"max_num_seqs": 32, "max_model_len": 448, "block_size": 32, "num_gpu_blocks_override": 24}
+        with split_model("llama", patch, time_limit=1.5, **room) as model:
             yield model
 
 
@@ -263,12 +267,109 @@ def test_bytes_that_cross_are_those_of_rows_of_split_ports_that_are_read(llama: 
 
 
 def test_sixty_requests_together(llama: VLLM) -> None:
-    """The mixed load of `test_busy_engine.py`."""
+    """The mixed load of `test_busy_engine.py`, with so little memory that requests are preempted."""
     requests = crowd(5, 60, traced=0.5, longest=100, budget=448)
-    found = run_together(llama, requests)
+    scheduler: Any = cast(Any, llama.engine).llm_engine.engine_core.engine_core.scheduler
+    with pytest.MonkeyPatch.context() as patch:
+        preempted = preemptions(scheduler, patch)
+        found = run_together(llama, requests)
+    assert preempted
     expected = [request.alone(llama) for request in requests[::3]]
     wrong = [text for triple in zip(requests[::3], found[::3], expected, strict=True) for text in differences(*triple)]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_that_do_what_chance_says(llama: VLLM, seed: int) -> None:
+    """Half of them do other things on each rank: these end with an error, and all others have their values."""
+
+    def wander(trace: Any, seed: int, differs: bool) -> None:
+        with trace as tracer:
+            draw = random.Random(seed + 100 * rank() if differs else seed)
+            seen = save([])
+            for _ in tracer.iter[:]:
+                for layer in llama.model.layers:
+                    act = layer.mlp.act_fn
+                    if (what := draw.choice(("read", "write", "call", "nothing", "odd"))) == "read":
+                        seen.append(layer.self_attn.qkv_proj.output[0])
+                    elif what == "write":
+                        act.output[-1] *= draw.random()
+                    elif what == "call":
+                        seen.append(layer.mlp.down_proj(act.output)[0])
+                    elif what == "odd" and differs:
+                        raise KeyError("odd")
+                seen.append(llama.logits)
+
+    sampling: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    numbers = [10 * seed + number for number in range(4)]
+    batch = Batch(llama)
+    for number in numbers:
+        wander(batch.traced(PROMPT, **sampling), number, True)
+        wander(batch.traced(PROMPT[number % 5 :], **sampling), number, False)
+    found = batch.run()
+    for number, odd, same in zip(numbers, found[::2], found[1::2], strict=True):
+        assert isinstance(odd.error, RanksError | KeyError), odd.error
+        batch = Batch(llama)
+        wander(batch.traced(PROMPT[number % 5 :], **sampling), number, False)
+        (alone,) = batch.run()
+        assert same.error is None and same.tokens == alone.tokens
+        assert all(errors(*pair) < BOUND for pair in zip(same.saves["seen"], alone.saves["seen"], strict=True))
+
+
+def test_f15_hidden_states_of_all_layers_of_prompt_and_generated_tokens(llama: VLLM) -> None:
+    """Field report F15: neither a draft model nor pages of the cache are needed at two workers."""
+    reference = Reference(tiny_checkpoint("llama", tokenizer=smollm2_path()))
+    expected = reference.run(PROMPT, 4)
+    with llama.trace(PROMPT, max_tokens=4, temperature=0, ignore_eos=True) as tracer:
+        seen = save([])
+        for _ in tracer.iter[:]:
+            seen.append([stream(layer) for layer in llama.model.layers])
+    for found, step in zip(seen, expected.steps, strict=True):
+        assert all(errors(found[at], step.output(f"model.layers.{at}")) < BOUND for at in range(2))
+        assert len(found) == 3 and found[2].shape == found[1].shape
+
+
+def test_a_harvest(llama: VLLM, tmp_path: Path) -> None:
+    """Rows of whole and of split ports, written once."""
+    prompts = [[17, 49_000, 2222], [6], [1234, 777, 4000, 8, 15]]
+    ports = ["sum(model.layers.0.output)", "model.layers.1.mlp.act_fn.output"]
+    rows = invivo.harvest(llama, prompts, ports, tmp_path, progress=False)
+    reference = Reference(tiny_checkpoint("llama", tokenizer=smollm2_path()))
+    assert len(rows) == 9
+    for number, prompt in enumerate(prompts):
+        step = reference.run(prompt, 1).steps[0]
+        found = rows.of_prompt(number)
+        assert errors(found[ports[0]], step.output("model.layers.0")) < BOUND
+        assert errors(found[ports[1]], step.input("model.layers.1.mlp.down_proj")) < BOUND
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_blocks_of_a_trace_meet_at_the_port_that_fires(llama: VLLM, differs: bool) -> None:
+    """One that a barrier lets go on asks for the port where the others are; on one rank, one of them never comes."""
+    error = None
+    try:
+        with llama.trace(max_tokens=3, temperature=0, ignore_eos=True) as tracer:
+            begin, meet = tracer.barrier(2), tracer.barrier(2)
+            with tracer.invoke(PROMPT):
+                begin()
+                for step in tracer.iter[:2]:
+                    if step == 1:
+                        meet()
+                        met = llama.model.layers[1].mlp.act_fn.output.save()
+            with tracer.invoke(PROMPT):
+                begin()
+                for step in tracer.iter[:2]:
+                    if step == 1:
+                        seen = llama.model.layers[1].mlp.act_fn.output.save()
+                        if differs and rank() == 1:
+                            raise KeyError("on one rank")
+                        meet()
+    except (KeyError, InvokeError) as raised:
+        error = raised
+    if differs:
+        assert error is not None
+    else:
+        assert error is None and met.shape == (1, 192) and errors(met, seen) < BOUND
 
 
 def test_a_trace_with_several_invokes(llama: VLLM) -> None:
