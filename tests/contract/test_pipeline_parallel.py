@@ -48,7 +48,7 @@ def llama(request: pytest.FixtureRequest) -> Iterator[VLLM]:
         patch.setenv("VLLM_PP_LAYER_PARTITION", "2,1")
         path = tiny_checkpoint("llama", tokenizer=smollm2_path())
         limits = {"time_limit": 1.5, "max_num_seqs": 32, "max_model_len": 448}
-        limits |= {"block_size": 32, "num_gpu_blocks_override": 24}
+        limits |= {"block_size": 32, "num_gpu_blocks_override": 15}
         with VLLM(str(path), enforce_eager=True, **{**TINY_ENGINE, **limits, **SPLIT[request.param]}) as model:
             yield model
 

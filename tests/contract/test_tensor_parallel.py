@@ -73,7 +73,7 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 def llama() -> Iterator[VLLM]:
     """The tiny Llama, with short limits and room for many requests."""
     with pytest.MonkeyPatch.context() as patch:
-        room = {"max_num_seqs": 32, "max_model_len": 448, "block_size": 32, "num_gpu_blocks_override": 24}
+        room = {"max_num_seqs": 32, "max_model_len": 448, "block_size": 32, "num_gpu_blocks_override": 15}
         with split_model("llama", patch, time_limit=1.5, **room) as model:
             yield model
 

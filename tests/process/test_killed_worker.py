@@ -79,9 +79,15 @@ print("all is well")
 """
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("workers", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(
+    ("workers", "mode", "victim"),
+    [
+        ("tensor_parallel_size", "sync", 0),
+        ("tensor_parallel_size", "async", 1),
+        ("pipeline_parallel_size", "sync", 1),
+        ("pipeline_parallel_size", "async", 0),
+    ],
+)
 def test_a_worker_killed_in_the_middle_of_a_trace(tmp_path: Path, workers: str, mode: str, victim: int) -> None:
     script = start_script(tmp_path, SCRIPT, victim=victim, mode=mode, workers={workers: 2})
     written, errors = script.communicate(timeout=400)  # it starts two engines
