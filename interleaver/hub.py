@@ -21,12 +21,13 @@ from ..envoy.tree import Learned, ModuleTree
 from .calls import Calls, ModuleCall
 from .generator import SEAT, Draws
 from .hooks import Hooks
-from .mediator import BarrierWait, EndWait, Mediator, StepWait
+from .mediator import Mediator
 from .meetings import Meetings
 from .modes import Outside
 from .place import Place, not_reached
 from .recorder import Recorder
 from .values import Change, Held, Passing, copies, put_rows
+from .waits import BarrierWait, EndWait, StepWait
 from .windows import Share, broken
 
 _index = attrgetter("index")

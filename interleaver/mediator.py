@@ -7,11 +7,9 @@ on that thread; nothing blocks.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
-from typing import TypeAlias
 
 import greenlet
 
@@ -36,34 +34,13 @@ from .limits import Limits
 from .memory import give_back
 from .meter import fitting, size_of
 from .modes import Outside, Turns
+from .padding import padded
 from .place import Place
 from .streamed import Streamed
 from .values import Held
 from .views import Part, view, with_part
+from .waits import WAITS, BarrierWait, CallWait, EndWait, StepWait, Wait
 from .windows import Share
-
-
-class StepWait:
-    """Waiting for a step to begin."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-
-class EndWait:
-    """Waiting for the request to end."""
-
-
-class BarrierWait:
-    """Waiting for other blocks of the trace to come to a barrier."""
-
-    def __init__(self, barrier: str, count: int) -> None:
-        self.barrier = barrier
-        self.count = count
-
-
-Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait
-"""What a block waits for; a port is one of the current step."""
 
 
 class StopBlock(BaseException):
@@ -137,7 +114,7 @@ class Mediator(active.Session):
         self.held: Held | None = None
         self._ended = False
         self._result: object = None
-        self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(_padded, self._run))
+        self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(padded, self._run))
 
     # --- the engine's side
 
@@ -159,6 +136,11 @@ class Mediator(active.Session):
         """Its turn at the beginning of the step that it waited for."""
         self.step = step
         self._turn(True)
+
+    def answer(self, wait: CallWait, result: object, error: Exception | None = None) -> None:
+        """Its turn when the module that it waited for was called; it is still at its port."""
+        self.port, self.held = wait.port, wait.held
+        self._turn(result, error)
 
     @property
     def waits_for_end(self) -> bool:
@@ -252,7 +234,7 @@ class Mediator(active.Session):
                 given = self._guard.turn(block, value, error)
             else:
                 given = block.switch(value) if error is None else block.throw(error)
-            if type(given) in _WAITS:
+            if type(given) in WAITS:
                 self.wait = given  # type: ignore[assignment]  # one of them
         finally:
             if not light:
@@ -285,8 +267,7 @@ class Mediator(active.Session):
         active.enter(self)
         try:
             self.scope = self._body(self)
-            if self.held is not None:
-                self.held.settle()
+            self._leave_last()
         except StopBlock:
             self.stopped = True
         except greenlet.GreenletExit:
@@ -324,16 +305,15 @@ class Mediator(active.Session):
             return True
         if step < self.step:
             raise StepError(f"step {step} has passed: the request is in step {self.step}, and steps do not come again.")
-        return bool(self._switch(StepWait(step)))
+        return bool(self.hand_over(StepWait(step)))
 
     def result(self) -> object:
-        return self._result if self._ended else self._switch(EndWait())
+        return self._result if self._ended else self.hand_over(EndWait())
 
     def stop(self) -> None:
         if self._ended:
             raise StepError("`tracer.stop()` came after the request had ended.")
-        if self.held is not None:
-            self.held.settle()
+        self._leave_last()
         self.stopped_at = self.line()
         raise StopBlock
 
@@ -341,7 +321,7 @@ class Mediator(active.Session):
         if self._ended:
             raise InvokeError("the block came to a barrier when its request had ended: no other block can meet it.")
         if count > 1:
-            self._switch(BarrierWait(barrier, count))
+            self.hand_over(BarrierWait(barrier, count))
 
     def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
         line, sent = self.line(), False
@@ -369,9 +349,15 @@ class Mediator(active.Session):
             passed = place.passed(port, self.request, self.step)
             if passed is not None:
                 raise PortPassedError(passed)
-        self._switch(port)
+        self.hand_over(port)
 
-    def _switch(self, wait: Wait) -> object:
+    def _leave_last(self) -> None:
+        """See what it has changed at its last port."""
+        if self.held is not None:
+            self.held.settle()
+
+    def hand_over(self, wait: Wait) -> object:
+        """Wait; gives what its next turn is given."""
         self._turns.check()
         if self.held is not None:
             self.held.settle()
@@ -382,19 +368,3 @@ class Mediator(active.Session):
             raise PortError(f"a port was asked for outside the block's own flow of control (in {current!r}).")
         assert current.parent is not None
         return current.parent.switch(wait)
-
-
-_WAITS = frozenset((Port, StepWait, EndWait, BarrierWait))
-
-_PADDING: list[Callable[..., object]] = [operator.call] * 40
-"""Calls through C below a block, of two C frames each; all of them take 4 KiB, which are copied at each switch.
-
-An error of torch walks up to 64 frames of the C stack where it is raised. Above the first frame of a greenlet there is
-whatever called it last, not what started it: a walk that gets there crashes the process. So it never gets there.
-"""
-
-
-def _padded(run: Callable[[object], None], first: object) -> None:
-    """Call `run` with the padding around it."""
-    outermost, *others = _PADDING
-    outermost(*others, run, first)

@@ -9,6 +9,8 @@ from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_
 from vllm.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
+    get_pp_group,
+    get_tp_group,
     init_distributed_environment,
     initialize_model_parallel,
     model_parallel_is_initialized,
@@ -18,10 +20,21 @@ from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as ROTARY_EMBEDDINGS
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.sampling_params import RequestOutputKind
+from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -51,21 +64,30 @@ __all__ = [
     "AttentionLayerBase",
     "CUDAGraphMode",
     "ChunkedLocalAttentionSpec",
+    "ColumnParallelLinear",
     "CompilationMode",
     "CustomOp",
     "EngineArgs",
     "EngineDeadError",
     "FullAttentionSpec",
+    "IntermediateTensors",
+    "LinearBase",
     "MLAAttentionSpec",
+    "MergedColumnParallelLinear",
+    "MoERunnerInterface",
     "ModelRunnerOutput",
     "MsgpackDecoder",
     "MsgpackEncoder",
     "ParallelLMHead",
     "PauseState",
+    "QKVParallelLinear",
+    "ReplicatedLinear",
     "Request",
     "RequestOutputCollector",
     "RequestOutputKind",
     "RequestStatus",
+    "RotaryEmbeddingBase",
+    "RowParallelLinear",
     "SamplerOutput",
     "Scheduler",
     "SchedulerOutput",
@@ -78,6 +100,8 @@ __all__ = [
     "destroy_distributed_environment",
     "destroy_model_parallel",
     "get_forward_context",
+    "get_pp_group",
+    "get_tp_group",
     "init_distributed_environment",
     "initialize_model",
     "initialize_model_parallel",
