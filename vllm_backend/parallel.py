@@ -37,6 +37,7 @@ from .compat import (
     get_tp_group,
 )
 from .module_call import call_module
+from .serving import whole_hub
 
 if TYPE_CHECKING:
     from .adapter import RunnerAdapter
