@@ -26,8 +26,9 @@ from .meetings import Meetings
 from .modes import Outside
 from .place import Place, not_reached
 from .recorder import Recorder
+from .supply import Supply
 from .values import Change, Held, Passing, copies, put_rows
-from .windows import Share, broken
+from .windows import Share, Window, broken
 
 _index = attrgetter("index")
 _rows, _last = attrgetter("share.rows"), attrgetter("share.last")
@@ -47,6 +48,7 @@ class Hub:
         ended: requests whose block ended them (by an exception or `stop`) and that the engine has yet to end.
         edited: requests whose block changed what the model computes; the engine takes them out once they are gone.
         served: ports of modules that were waited for when they fired in this step.
+        replaced: ports of modules at which some block has put something else, since no block was there.
         learned: order and shapes of the ports, once a step was recorded.
         calls: modules that run for a block or the engine, with no port firing.
     """
@@ -57,6 +59,7 @@ class Hub:
         self.ended: set[str] = set()
         self.edited: set[str] = set()
         self.served: set[Port] = set()
+        self.replaced: set[Port] = set()
         self._grouped: dict[str, Mediator] = {}
         self._done: set[str] = set()
         self._compiled = compiled
@@ -101,6 +104,7 @@ class Hub:
             SEAT.leave()
         if not self.mediators:
             self._hooks.clear()
+            self.replaced.clear()
         return mediator
 
     def left(self, request: str) -> None:
@@ -186,6 +190,10 @@ class Hub:
         """Ports of modules that blocks wait for."""
         return [port for port in self._waiting if not port.of_step]
 
+    def waited_for(self, port: Port) -> bool:
+        """Whether a block waits for a port."""
+        return port in self._waiting
+
     def pad(self, total: int) -> None:
         """The tensors of this step have `total` rows, some of them behind those of all requests."""
         if self._rows() in (None, total):
@@ -212,9 +220,11 @@ class Hub:
             return None
         if self._recorder is not None and not port.of_step:
             self._recorder.note(port, value, self._rows())
-        waiting = self._waiting.pop(port, None)
+        waiting, supply = self._waiting.pop(port, None), self._place.supply
         if waiting is None:
-            return None
+            if supply is None or supply.at not in supply.edits:
+                return None
+            waiting = []
         self._place.at(port)
         if not port.of_step:
             self.served.add(port)
@@ -224,14 +234,44 @@ class Hub:
         self._firing, self._place.firing = waiting, True
         try:
             changes = self._serve(waiting, port, value)
+            if supply is not None:
+                changes += supply.edits.pop(supply.at, ())
             if changes:
                 replaced = put_rows(value, changes, port)
+                self.replaced.add(port)
         except Exception as error:
             self.give_up(error)
         self._firing, self._place.firing = [], False
         if self._draws.may or self._place.sampling:
             SEAT.leave()
         return replaced
+
+    def supply(self, supply: Supply, late: Iterable[str] = ()) -> None:
+        """The forward has passed some ports, and the blocks that wait there have their turns now, until `end_supply`.
+
+        Args:
+            supply: what has passed. Each of its ports has to `fire`, in order.
+            late: requests whose blocks have yet to begin the step.
+        """
+        window_of = _last if self._place.sampling else _rows
+        blocks: list[tuple[Mediator, Window | None, int | None]] = []
+        for request in late:
+            mediator = self.mediators.get(request)
+            if mediator is not None and mediator.alone and isinstance(mediator.wait, StepWait):
+                share = self._shares[request]
+                blocks.append((mediator, share.last if self._place.sampling else share.rows, None))
+        for port, waiting in self._waiting.items():
+            at = supply.index(port)
+            if at is not None:
+                blocks += [(mediator, window_of(mediator), at) for mediator in waiting]
+        self._guarded(partial(supply.begin, blocks))
+        self._place.supply = supply
+
+    def end_supply(self) -> None:
+        """All of them have fired, or the forward runs again."""
+        if self._place.supply is not None:
+            self._place.supply.end()
+        self._place.supply = None
 
     def finish_step(self) -> None:
         """The step is over: blocks that still wait for one of its ports get an error. Hooks stay for the next step."""
@@ -325,12 +365,14 @@ class Hub:
         window_of = _last if self._place.sampling else _rows
         changes: list[Change] = []
         outside, passing = Outside(), Passing(value, port)
+        place, supply = self._place, self._place.supply
+        number = place.number
         served = 0
         while batch := waiting[served:]:
             served += len(batch)
             windows = [*map(window_of, batch)]
             try:
-                made, versions = copies(value, windows, port)
+                made, versions = supply.copies(batch, windows) if supply is not None else copies(value, windows, port)
             except UnsupportedError as error:
                 for mediator in batch:
                     self._turn(mediator, partial(mediator.fail, error))
@@ -340,6 +382,8 @@ class Hub:
                     passing = Passing(value, port, self._vocabulary, mediator.fixed_samples)
                 held = Held(copy, versions, window, passing)
                 mediator.at_port(port, held, outside)
+                if mediator.ran_on is not None:
+                    self._come_back(mediator, port, number)
                 wait = mediator.wait
                 others = self._waiting.get(wait) if type(wait) is Port else None
                 if others is not None:  # the usual case, which `_went_on` has too
@@ -358,8 +402,24 @@ class Hub:
 
     def _turn(self, mediator: Mediator, turn: Callable[[], None]) -> None:
         """A block's turn, and what it waits for then."""
+        port, number = self._place.port, self._place.number
         turn()
+        if mediator.ran_on is not None:
+            self._come_back(mediator, port, number)
         self._went_on(mediator)
+
+    def _come_back(self, mediator: Mediator, port: Port | None, number: int) -> None:
+        """A block had its turn and ran on in it: see what it left at its last port. The others are at `port`."""
+        assert mediator.ran_on is not None and self._place.supply is not None
+        (at, held), mediator.ran_on = mediator.ran_on, None
+        self._place.move(port, number)
+        if held.changed is not None and mediator.failure is None:
+            supply = self._place.supply
+            where = supply.passed[at][0]
+            self.edited.add(mediator.request)
+            mediator.edited = mediator.edited or not where.of_step
+            window = mediator.share.last if where.of_step else mediator.share.rows
+            supply.edits.setdefault(at, []).append((held.changed, window))
 
     def _went_on(self, mediator: Mediator) -> None:
         """See what a block waits for now."""

@@ -38,6 +38,7 @@ from .meter import fitting, size_of
 from .modes import Outside, Turns
 from .place import Place
 from .streamed import Streamed
+from .supply import Supply
 from .values import Held
 from .views import Part, view, with_part
 from .windows import Share
@@ -95,6 +96,9 @@ class Mediator(active.Session):
         fixed_samples: why the request's samples cannot be written; None if they can.
         member: its place among the blocks of its trace; None if it is alone.
         index: the number of that place; blocks at the same port have their turns in this order.
+        alone: it shares nothing with other blocks.
+        habits: which ports of a `Supply` it asked for when it was served from that last, by its number.
+        ran_on: the place in the supply of the port that it has come to without handing over, and what it holds there.
         streamed: what it streamed in this step; None if nobody listens, and ``stream=True`` is an ordinary save.
         left: its request has left the engine, so no further step comes.
     """
@@ -126,6 +130,9 @@ class Mediator(active.Session):
         self.fixed_samples: str | None = None
         self.member: Member | None = None
         self.index = 0
+        self.alone = True
+        self.habits: dict[int, tuple[int, ...]] = {}
+        self.ran_on: tuple[int, Held] | None = None
         self.streamed: Streamed | None = None
         self.line: Callable[[], int] = lambda: 0
         self.place = Place()
@@ -369,7 +376,29 @@ class Mediator(active.Session):
             passed = place.passed(port, self.request, self.step)
             if passed is not None:
                 raise PortPassedError(passed)
-        self._switch(port)
+        if place.supply is None or not self.alone or not self._run_on(place.supply, port):
+            self._switch(port)
+
+    def _run_on(self, supply: Supply, port: Port) -> bool:
+        """Take what has passed at `port`, if it is there, and be there without handing over.
+
+        Not when the port before was edited, which concerns the model, nor in a turn that has lasted long: each has its
+        own limit of time.
+        """
+        if greenlet.getcurrent() is not self._greenlet or (self._guard is not None and self._guard.long):
+            return False
+        self._turns.check()
+        if self.held is not None:
+            self.held.settle()
+            if self.held.changed is not None:
+                return False
+        if self._guard is not None and (self.saved or self._guard.error is not None):
+            self._guard.check(self.saved)
+        held = supply.take(self, port)
+        if held is None:
+            return False
+        self.port, self.held = port, held
+        return True
 
     def _switch(self, wait: Wait) -> object:
         self._turns.check()

@@ -111,10 +111,12 @@ class RunnerV2(TracedRunner, _Runner):
 
     @property
     def can_capture(self) -> bool:
-        """Whether steps with modules may be captured: not under what does more around a forward than calling it."""
+        """Whether steps with modules may be captured: not under what does more around a forward than calling it, nor
+        where a forward could not be run again."""
         more = (self.lora_config, self.is_encoder_decoder, self.uses_inputs_embeds, self.use_pp, self.ubatch_runner)
         prefetch = self.vllm_config.offload_config.prefetch.offload_group_size
-        return not any(more) and not prefetch and self.dp_size == 1 and not self.model_config.enable_sleep_mode
+        plain = not any(more) and not prefetch and self.dp_size == 1 and not self.model_config.enable_sleep_mode
+        return plain and self.serving.repeatable
 
     def _in_pieces(self, rows: int) -> object:
         if self.pieces is None:

@@ -19,6 +19,7 @@ from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
 from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
+from ..interleaver.supply import Supply
 from ..tracer.block import Payload, TensorBlob
 from .ahead import Ahead
 from .module_call import call_module
@@ -36,6 +37,9 @@ _FIXED_SAMPLES = (
     "`model.samples` cannot be written in a trace with `logprobs`: vLLM reports those of the token that it sampled "
     "itself. Leave `logprobs` out and read `model.logits`, or write `model.logits` so that the token is sampled."
 )
+
+_LOGITS = -1
+"""The number of all supplies that hold the logits."""
 
 _log = logging.getLogger(__name__)
 
@@ -118,6 +122,11 @@ class Serving:
         return self._ready()
 
     @property
+    def repeatable(self) -> bool:
+        """Whether a forward does the same when it is run again."""
+        return self._adapter.repeatable()
+
+    @property
     def needs_modules(self) -> bool:
         """Whether a block waits for a module in the step that has begun."""
         return self._ready().needs_modules
@@ -144,9 +153,12 @@ class Serving:
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits ``[requests, vocab]``, with the blocks' edits."""
-        if self._late:
-            self._guarded(self._enter_late)
-        return self._fired(LOGITS, logits)
+        if not self._late:
+            return self._fired(LOGITS, logits)
+        self._guarded(partial(self._enter_late, logits))
+        edited = self._fired(LOGITS, logits)
+        self._ready().end_supply()
+        return edited
 
     def samples(self, samples: torch.Tensor) -> torch.Tensor:
         """Sampled token ids ``[requests, 1]``, with the blocks' edits."""
@@ -231,11 +243,13 @@ class Serving:
         for request, error in limit.over(hub.mediators).items():
             hub.end_over(request, error)
 
-    def _enter_late(self) -> None:
+    def _enter_late(self, logits: torch.Tensor) -> None:
         assert self._ahead is not None, "it says who is late"
         late, self._late = self._late, ()
         over = self._ahead.over(late)
-        self._ready().enter(request for request in late if request not in over)
+        hub, entering = self._ready(), [request for request in late if request not in over]
+        hub.supply(Supply([(port_at("", LOGITS), logits)], {}, _LOGITS), entering)
+        hub.enter(entering)
 
     def _admit(self, new: NewRequest) -> None:
         hub = self._ready()
