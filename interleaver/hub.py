@@ -180,6 +180,12 @@ class Hub:
             SEAT.leave()
         return present
 
+    def about_to_begin(self, request: str, step: int | None) -> Mediator | None:
+        """The block of a request, if it waits for this step."""
+        mediator = self.mediators.get(request)
+        wait = mediator.wait if mediator is not None else None
+        return mediator if isinstance(wait, StepWait) and wait.step == step else None
+
     @property
     def needs_modules(self) -> bool:
         """Whether a block waits for a module in this step. If not, the forward may run without hooks."""
@@ -256,9 +262,9 @@ class Hub:
         window_of = _last if self._place.sampling else _rows
         blocks: list[tuple[Mediator, Window | None, int | None]] = []
         for request in late:
-            mediator = self.mediators.get(request)
-            if mediator is not None and mediator.alone and isinstance(mediator.wait, StepWait):
-                share = self._shares[request]
+            share = self._shares[request]
+            mediator = self.about_to_begin(request, share.step)
+            if mediator is not None and mediator.alone:
                 blocks.append((mediator, share.last if self._place.sampling else share.rows, None))
         for port, waiting in self._waiting.items():
             at = supply.index(port)

@@ -97,7 +97,7 @@ class Mediator(active.Session):
         member: its place among the blocks of its trace; None if it is alone.
         index: the number of that place; blocks at the same port have their turns in this order.
         alone: it shares nothing with other blocks.
-        habits: which ports of a `Supply` it asked for when it was served from that last, by its number.
+        habits: the step in which it was last served from a `Supply`, and which of its ports it asked for, by number.
         ran_on: the place in the supply of the port that it has come to without handing over, and what it holds there.
         streamed: what it streamed in this step; None if nobody listens, and ``stream=True`` is an ordinary save.
         left: its request has left the engine, so no further step comes.
@@ -131,7 +131,7 @@ class Mediator(active.Session):
         self.member: Member | None = None
         self.index = 0
         self.alone = True
-        self.habits: dict[int, tuple[int, ...]] = {}
+        self.habits: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.ran_on: tuple[int, Held] | None = None
         self.streamed: Streamed | None = None
         self.line: Callable[[], int] = lambda: 0

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .mediator import Mediator
 
 _numbers = count()
+_NO_HABIT: tuple[int, tuple[int, ...]] = (-1, ())
 
 _Layout = tuple[tuple["Window | None", tuple[int, ...]], ...]
 
@@ -70,6 +71,12 @@ class Supply:
         """The place of a port among these; None if it is not there, or some ports come several times in a forward."""
         return self._index.get(port)
 
+    def expects(self, mediator: Mediator) -> bool:
+        """Whether a block that is about to begin a step may do so behind these ports: in the last one it asked for
+        some of them."""
+        step, _ = mediator.habits.get(self._number, _NO_HABIT)
+        return step == mediator.step and mediator.alone and bool(self._index)
+
     def begin(self, blocks: Iterable[tuple[Mediator, Window | None, int | None]]) -> None:
         """Copy, in one call, what blocks ask for now and what they will ask for if they do as in the step before.
 
@@ -79,7 +86,7 @@ class Supply:
         self.at, self.edits, self._made, self._reads = 0, {}, {}, {}
         mediators, layout = [], []
         for mediator, window, at in blocks:
-            reads = mediator.habits.get(self._number, ())
+            _, reads = mediator.habits.get(self._number, _NO_HABIT)
             if at is not None and (not reads or reads[0] != at):
                 reads = (at,)
             if reads:
@@ -113,7 +120,7 @@ class Supply:
         """All blocks have had their turns."""
         self._made = {}
         for mediator, reads in self._reads.items():
-            mediator.habits[self._number] = tuple(reads)
+            mediator.habits[self._number] = mediator.step, tuple(reads)
         self._reads = {}
 
     def copies(self, mediators: Sequence[Mediator], windows: Sequence[Window | None]) -> tuple[Sequence[object], Versions]:

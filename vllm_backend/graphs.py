@@ -6,6 +6,7 @@ twice, the forward is captured, and such steps replay it.
 
 At ports where nobody has edited what passes, a copy of it is part of the graph, and the blocks have their turns when
 the graph has been launched, from what is in the copies then. So for blocks that only read, the forward is one graph.
+They even begin the step behind it, if they asked for these ports in the last one.
 
 At ports where somebody has, the graph ends and the next one begins. The blocks have their turns between the two, on the
 memory that the piece before has filled, and what they leave goes into memory of its own, which the next piece reads: an
@@ -23,7 +24,7 @@ import gc
 import logging
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from ..interleaver.values import map_tensors, tensors_of
 if TYPE_CHECKING:
     from ..envoy.address import Port
     from ..interleaver.hub import Hub
+    from ..interleaver.windows import Share
 
 Prepare = Callable[[bool], Callable[[], object]]
 _Key = tuple[int, "frozenset[Port]"]
@@ -74,6 +76,7 @@ class _Forward:
     Attributes:
         pieces: replays of graphs, and what is done between them, in order.
         late: ports that are served from copies.
+        first: those that the first of the graphs passes.
         output: what the model returned, in the memory of the last graph.
         bytes: of the memory that ports have.
     """
@@ -81,6 +84,7 @@ class _Forward:
     def __init__(self, late: Collection[Port]) -> None:
         self.pieces: list[Callable[[], object]] = []
         self.late = late
+        self.first: Supply | None = None
         self.output: object = None
         self.bytes = 0
 
@@ -99,6 +103,7 @@ class Graphs:
 
     _hub: Hub
     _ports: frozenset[Port]
+    _entering: Collection[str] = ()
 
     def __init__(self, model: torch.nn.Module, graph: Callable[[], Any] | None = None) -> None:
         self.replayed = self.missed = 0
@@ -115,7 +120,19 @@ class Graphs:
         self._unfit = False
         self._left: list[object] = []
 
-    def run(self, rows: int, hub: Hub, prepare: Prepare) -> object:
+    def expected(self, hub: Hub, shares: Mapping[str, Share], without: Collection[str]) -> list[str]:
+        """Requests whose blocks may begin the step behind the forward; `without` are those that must not."""
+        forward = next(reversed(self._forwards.values()), None)
+        if forward is None or forward.first is None:
+            return []
+        found = []
+        for request, share in shares.items():
+            mediator = hub.about_to_begin(request, share.step) if request not in without else None
+            if mediator is not None and forward.first.expects(mediator):
+                found.append(request)
+        return found
+
+    def run(self, rows: int, hub: Hub, prepare: Prepare, entering: Collection[str] = ()) -> object:
         """The forward of a step that decodes, in which some block waits for a module.
 
         Args:
@@ -123,10 +140,17 @@ class Graphs:
             hub: of the blocks.
             prepare: makes ready to call the model on the inputs of the step, module by module; if that is to be
                 captured, so that it will be right for whatever is in the same memory then.
+            entering: requests whose blocks have yet to begin the step, those that were `expected`.
         """
+        latest = next(reversed(self._forwards.values()), None)
+        key, forward = self._fitting(rows, hub)
+        if entering and (forward is None or forward is not latest):
+            hub.enter(entering)
+            entering = ()
+            key, forward = self._fitting(rows, hub)
         if self._unfit:
             return prepare(False)()
-        key, forward = self._fitting(rows, hub)
+        self._entering = entering
         if forward is not None:
             return self._replay(key, forward, hub, prepare)
         output = prepare(False)()
@@ -176,9 +200,12 @@ class Graphs:
 
     def _serve_late(self, supply: Supply) -> None:
         """Ports that the piece before has passed."""
-        hub = self._hub
-        hub.supply(supply)
+        hub, entering = self._hub, self._entering
+        hub.supply(supply, entering)
         try:
+            if entering:
+                self._entering = ()
+                hub.enter(entering)
             for at, (port, value) in enumerate(supply.passed):
                 if not hub.waited_for(port) and at not in supply.edits:
                     self._left.append(None)
@@ -267,6 +294,8 @@ class Graphs:
             forward.pieces.append(graph.replay)
             if passed:
                 supply = Supply(passed, hub.tree.places)
+                if len(forward.pieces) == 1:
+                    forward.first = supply
                 forward.pieces.append(lambda: self._serve_late(supply))
                 passed = []
 

@@ -100,10 +100,11 @@ class RunnerV2(TracedRunner, _Runner):
         if self._stepping:
             self.batch = gathered[0]
             self._begun = True
-            self.serving.begin(self.batch.num_tokens)
+            decodes = not self.batch.has_prefill
+            self.serving.begin(self.batch.num_tokens, self.pieces if decodes else None)
             if self.serving.needs_modules:
                 graphs = None
-                if not self.batch.has_prefill and self.serving.hub.learned is not None and self.can_capture:
+                if decodes and self.serving.hub.learned is not None and self.can_capture:
                     graphs = self._in_pieces
                 self.model = _Eager(self.model, self.serving)
                 self.cudagraph_manager = _Manager(self.cudagraph_manager, graphs)
@@ -122,7 +123,7 @@ class RunnerV2(TracedRunner, _Runner):
         if self.pieces is None:
             self.pieces = Graphs(self.model_state.model)
         with set_forward_context(None, self.vllm_config, rows):  # for modules that a block calls
-            return self.pieces.run(rows, self.serving.hub, self._prepared)
+            return self.pieces.run(rows, self.serving.hub, self._prepared, self.serving.take_expected())
 
     def _prepared(self, capture: bool) -> Callable[[], object]:
         """Make ready to call the model on the inputs of this step, as `execute_model` does.

@@ -30,6 +30,7 @@ from .traces import Known, Traces
 if TYPE_CHECKING:
     from ..interleaver.limits import Limits
     from .adapter import NewRequest, RunnerAdapter
+    from .graphs import Graphs
     from .in_band import Cargo
 
 
@@ -59,6 +60,7 @@ class Serving:
     def __init__(self, adapter: RunnerAdapter, vocabulary: int, limits: Limits, *, ahead: bool = False) -> None:
         self._ahead = Ahead(adapter.tokens) if ahead else None
         self._late: Sequence[str] = ()
+        self._expected: Sequence[str] = ()
         self._device_limit: DeviceLimit | None = None
         self._limits = limits
         self._adapter = adapter
@@ -112,9 +114,18 @@ class Serving:
         for new in self._adapter.new_requests(scheduled):
             self._guarded(partial(self._admit, new))
 
-    def begin(self, rows: int) -> None:
-        """A forward of this many rows will run; the blocks that it concerns get their turn."""
-        self._guarded(partial(self._begin, rows))
+    def begin(self, rows: int, graphs: Graphs | None = None) -> None:
+        """A forward of this many rows will run; the blocks that it concerns get their turn.
+
+        Some may get it behind the forward, if it is one of `graphs`; see `take_expected`.
+        """
+        self._expected = ()
+        self._guarded(partial(self._begin, rows, graphs))
+
+    def take_expected(self) -> Sequence[str]:
+        """Requests whose blocks have yet to begin the step: they meet modules, as far as is known."""
+        expected, self._expected = self._expected, ()
+        return expected
 
     @property
     def hub(self) -> Hub:
@@ -128,8 +139,8 @@ class Serving:
 
     @property
     def needs_modules(self) -> bool:
-        """Whether a block waits for a module in the step that has begun."""
-        return self._ready().needs_modules
+        """Whether a block waits for a module in the step that has begun, or is expected to."""
+        return bool(self._expected) or self._ready().needs_modules
 
     @contextmanager
     def forward(self, padded: int) -> Iterator[None]:
@@ -145,6 +156,8 @@ class Serving:
 
     def eagerly(self) -> AbstractContextManager[None]:
         """The forward runs module by module in this context."""
+        if self._expected:
+            self._ready().enter(self.take_expected())
         return self._adapter.eagerly()
 
     def forward_done(self) -> None:
@@ -227,16 +240,17 @@ class Serving:
 
     # --- inside
 
-    def _begin(self, rows: int) -> None:
+    def _begin(self, rows: int, graphs: Graphs | None) -> None:
         if self._device_limit is not None:
             self._check_device(self._device_limit)
         hub, shares = self._ready(), self._adapter.shares(rows)
-        if self._ahead is None:
-            hub.begin(shares)
-            return
-        self._late = self._ahead.late(hub.mediators, shares)
-        over = self._ahead.over(shares.keys() - self._late)
-        hub.begin(shares, {*self._late, *over})
+        without: set[str] = set()
+        if self._ahead is not None:
+            self._late = self._ahead.late(hub.mediators, shares)
+            without = {*self._late, *self._ahead.over(shares.keys() - self._late)}
+        if graphs is not None:
+            self._expected = graphs.expected(hub, shares, without)
+        hub.begin(shares, without.union(self._expected))
 
     def _check_device(self, limit: DeviceLimit) -> None:
         hub = self._ready()

@@ -72,7 +72,7 @@ class Engine:
         self.hub = Hub(self.model, compiled=True)
         self.graphs = Graphs(self.model, FakeGraph) if pieces else None
         self.input = torch.zeros(ROWS + 1, WIDTH)
-        self.calls = 0
+        self.calls = self.entered = 0
 
     def add(self, request: str, body: Body, seen: list[torch.Tensor], *, alone: bool = True) -> Mediator:
         def run(mediator: Mediator) -> dict[str, object]:
@@ -95,12 +95,15 @@ class Engine:
             self.input.copy_(torch.randn(ROWS + 1, WIDTH))
             names = ["a", "b", "c"]
             split = shares(names, range(ROWS + 1), [number] * ROWS, [1] * ROWS, ROWS)
-            self.hub.begin(split)
+            entering = self.graphs.expected(self.hub, split, ()) if self.graphs is not None else []
+            self.entered += len(entering)
+            self.hub.begin(split, entering)
             self.hub.pad(ROWS + 1)
-            run: Any = self.graphs is not None and self.hub.needs_modules and self.hub.learned is not None
-            output: Any = (
-                self.graphs.run(ROWS + 1, self.hub, lambda _: self.call) if run and self.graphs else self.call()
-            )
+            output: Any
+            if self.graphs is not None and (entering or self.hub.needs_modules) and self.hub.learned is not None:
+                output = self.graphs.run(ROWS + 1, self.hub, lambda _: self.call, entering)
+            else:
+                output = self.call()
             self.hub.forward_done()
             self.hub.finish_step()
             return output.clone()  # type: ignore[no-any-return]
@@ -170,8 +173,22 @@ def test_reads_and_edits() -> None:
 
 
 def test_ports_that_are_only_read_need_no_break() -> None:
-    assert both(reads, reads).calls == 1 + 2 + 1
-    assert FakeGraph.made == 1
+    engine = both(reads, reads)
+    assert engine.calls == 1 + 2 + 1 and FakeGraph.made == 1
+    assert engine.entered == 2 * (STEPS - 4)  # and the step can begin behind the graph
+
+
+def test_a_step_that_begins_behind_the_forward_may_be_another_one() -> None:
+    @every_step
+    def changes(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        if step == 5:
+            seen.append(mediator.read(out("layers.1.attn"), "output"))  # type: ignore[arg-type]
+        elif step != 9:
+            seen.append(mediator.read(out("layers.0.mlp"), "output"))  # type: ignore[arg-type]
+
+    engine = both(changes, steps=14)
+    assert engine.graphs is not None and engine.graphs.missed == 1
+    assert both(changes, reads, steps=14, alone=False).entered == 0
 
 
 def test_what_was_read_stays_what_it_was() -> None:
