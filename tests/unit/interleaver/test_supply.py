@@ -104,8 +104,8 @@ def test_blocks_see_and_cause_the_same(alone: bool) -> None:
 
 
 def test_one_turn_does() -> None:
-    assert [mediator.turns for mediator in run([reads], late=False)[1]] == [2 * STEPS + 1]
-    assert [mediator.turns for mediator in run([reads], late=True)[1]] == [STEPS + 2]
+    assert [mediator.turns for mediator in run([reads], late=False)[1]] == [2 * STEPS]
+    assert [mediator.turns for mediator in run([reads], late=True)[1]] == [STEPS + 1]
 
 
 def test_copies_are_private() -> None:

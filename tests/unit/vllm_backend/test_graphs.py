@@ -6,6 +6,7 @@ The graphs are made up (`support.fake_graph`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def out(address: str) -> Port:
 
 def every_step(visit: Callable[[Mediator, list[torch.Tensor], int], None]) -> Body:
     def body(mediator: Mediator, seen: list[torch.Tensor]) -> None:
-        for step in range(STEPS):
+        for step in count():
             if step and not mediator.advance(step):
                 return
             visit(mediator, seen, step)
@@ -188,6 +189,16 @@ def test_a_step_that_begins_behind_the_forward_may_be_another_one() -> None:
 
     engine = both(changes, steps=14)
     assert engine.graphs is not None and engine.graphs.missed == 1
+
+    @every_step
+    def edits_first(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        hidden = mediator.read(out("layers.0.mlp"), "output")
+        if step == 7:
+            hidden *= 2  # type: ignore[operator]
+            seen.append(mediator.read(out("layers.1.attn"), "output"))  # type: ignore[arg-type]
+        seen.append(hidden)  # type: ignore[arg-type]
+
+    both(edits_first, changes, steps=14)
     assert both(changes, reads, steps=14, alone=False).entered == 0
 
 
@@ -228,7 +239,7 @@ def test_an_edit_where_nobody_edited_runs_the_forward_again(alone: bool) -> None
     assert engine.graphs is not None
     assert engine.calls == 1 + 2 + 1 + 1 + 2 + 1  # again, and captured anew, with a break
     assert FakeGraph.made == 1 + 2
-    assert (engine.graphs.replayed, engine.graphs.missed) == (6, 1)
+    assert (engine.graphs.replayed, engine.graphs.missed) == (7, 1)
 
 
 def test_an_edit_forgets_all_forwards_that_would_miss_it() -> None:
@@ -306,9 +317,10 @@ def test_what_misses_has_to_be_earned_by_more_steps() -> None:
         for layer in (0, 1 + step % 3 // 2):
             seen.append(mediator.read(out(f"layers.{layer}.mlp"), "output"))  # type: ignore[arg-type]
 
-    engine = both(wanders, steps=STEPS)
+    engine = both(wanders, steps=30, alone=False)
     assert engine.graphs is not None
-    assert engine.graphs.missed == sum(engine.graphs._misses.values()) <= 2
+    assert 0 < engine.graphs.missed == sum(engine.graphs._misses.values()) < 6
+    both(wanders, steps=30)
 
 
 def test_large_forwards_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
