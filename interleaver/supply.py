@@ -123,7 +123,9 @@ class Supply:
             mediator.habits[self._number] = mediator.step, tuple(reads)
         self._reads = {}
 
-    def copies(self, mediators: Sequence[Mediator], windows: Sequence[Window | None]) -> tuple[Sequence[object], Versions]:
+    def copies(
+        self, mediators: Sequence[Mediator], windows: Sequence[Window | None]
+    ) -> tuple[Sequence[object], Versions]:
         """Copies of what passed at the port that fires; see `values.copies`."""
         at = self.at
         for mediator in mediators:

@@ -347,8 +347,9 @@ class Graphs:
         if not self._on_gpu:
             yield
             return
+        if not self._forwards:
+            self._pool = torch.cuda.graph_pool_handle()  # one that no graph has is gone
         if self._stream is None:
-            self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one, for which cuBLAS has its memory
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):

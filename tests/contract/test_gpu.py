@@ -176,7 +176,9 @@ def test_every_copy_has_memory_of_its_own(model: VLLM) -> None:
             with tracer.invoke(prompt):
                 for step in tracer.iter[:]:
                     kept = [*model.model.layers[0].output, *model.model.layers[1].output, model.logits]
-                    where.append([(part.untyped_storage().data_ptr(), part.untyped_storage().nbytes()) for part in kept])
+                    where.append(
+                        [(part.untyped_storage().data_ptr(), part.untyped_storage().nbytes()) for part in kept]
+                    )
         where.save()
     for places in where:
         assert len({place for place, _ in places}) == len(places)

@@ -38,8 +38,9 @@ def run(visits: list[Visit], *, late: bool, alone: bool = True) -> tuple[list[ob
 
         def body(mediator: Mediator, visit: Visit = visit) -> dict[str, object]:
             for step in range(STEPS):
-                if not step or mediator.advance(step):
-                    found.append((mediator.index, step, visit(mediator, step)))
+                if step and not mediator.advance(step):
+                    break
+                found.append((mediator.index, step, visit(mediator, step)))
             return {}
 
         mediator = Counting(hub.tree, Turns(0, None, ()), body)

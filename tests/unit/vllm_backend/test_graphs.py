@@ -314,8 +314,8 @@ def test_a_block_that_calls_a_module_behind_the_forward() -> None:
 def test_what_misses_has_to_be_earned_by_more_steps() -> None:
     @every_step
     def wanders(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
-        for layer in (0, 1 + step % 3 // 2):
-            seen.append(mediator.read(out(f"layers.{layer}.mlp"), "output"))  # type: ignore[arg-type]
+        ports = [out("layers.0.mlp"), out(f"layers.{1 + step % 3 // 2}.mlp")]
+        seen.extend(mediator.read(port, "output") for port in ports)  # type: ignore[misc]
 
     engine = both(wanders, steps=30, alone=False)
     assert engine.graphs is not None
