@@ -18,23 +18,25 @@ import torch
 from ..envoy.address import SAMPLES, Port
 from ..envoy.errors import InternalError, LimitError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
+from .blocks import Blocks
 from .calls import Calls, ModuleCall
 from .generator import SEAT, Draws
 from .hooks import Hooks
-from .mediator import BarrierWait, EndWait, Mediator, StepWait
+from .mediator import Mediator
 from .meetings import Meetings
 from .modes import Outside
 from .place import Place, not_reached
 from .recorder import Recorder
 from .supply import Supply
 from .values import Change, Held, Passing, copies, put_rows
-from .windows import Share, Window, broken
+from .waits import BarrierWait, EndWait, StepWait
+from .windows import Share, broken
 
 _index = attrgetter("index")
 _rows, _last = attrgetter("share.rows"), attrgetter("share.last")
 
 
-class Hub:
+class Hub(Blocks):
     """The blocks that run on one model.
 
     Args:
@@ -44,9 +46,6 @@ class Hub:
 
     Attributes:
         tree: the model's modules, with the order once learned.
-        mediators: the blocks by request.
-        ended: requests whose block ended them (by an exception or `stop`) and that the engine has yet to end.
-        edited: requests whose block changed what the model computes; the engine takes them out once they are gone.
         served: ports of modules that were waited for when they fired in this step.
         replaced: ports of modules at which some block has put something else, since no block was there.
         learned: order and shapes of the ports, once a step was recorded.
@@ -54,20 +53,15 @@ class Hub:
     """
 
     def __init__(self, model: torch.nn.Module, call: ModuleCall | None = None, *, compiled: bool = False) -> None:
+        super().__init__()
         self.tree = ModuleTree.of(model)
-        self.mediators: dict[str, Mediator] = {}
-        self.ended: set[str] = set()
-        self.edited: set[str] = set()
         self.served: set[Port] = set()
         self.replaced: set[Port] = set()
-        self._grouped: dict[str, Mediator] = {}
-        self._done: set[str] = set()
         self._compiled = compiled
         self._draws = Draws(model)
         self._hooks = Hooks(model, self.fire)
         self.calls = Calls(self._hooks.module, call)
         self._vocabulary: int | None = None
-        self._waiting: dict[Port, list[Mediator]] = {}
         self._firing: list[Mediator] = []
         self._meetings = Meetings(self._turn)
         self._shares: Mapping[str, Share] = {}
@@ -121,16 +115,6 @@ class Hub:
         self._guarded(lambda: self._meetings.see_end(mediator))
         SEAT.leave()
 
-    @property
-    def held(self) -> frozenset[str]:
-        """Requests whose block waits at a barrier: the engine must not go on with them."""
-        return frozenset(key for key, mediator in self._grouped.items() if isinstance(mediator.wait, BarrierWait))
-
-    def take_done(self) -> frozenset[str]:
-        """Requests that go on, and whose blocks have come to need no more steps since this was last asked."""
-        done, self._done = frozenset(self._done), set()
-        return done
-
     def check_integrity(self) -> None:
         """Assert that nothing is left behind when no request is running.
 
@@ -174,31 +158,12 @@ class Hub:
         """The blocks of these requests get their turn at the beginning of the step that has begun."""
         present = [request for request in requests if request in self.mediators]
         present.sort(key=lambda request: self.mediators[request].index)  # blocks of one trace, in their order
+        outside = Outside()
         for request in present:
-            self._guarded(partial(self._begin, request, self._shares[request]))
+            self._guarded(partial(self._begin, request, self._shares[request], outside))
         if self._place.sampling:
             SEAT.leave()
         return present
-
-    def about_to_begin(self, request: str, step: int | None) -> Mediator | None:
-        """The block of a request, if it waits for this step."""
-        mediator = self.mediators.get(request)
-        wait = mediator.wait if mediator is not None else None
-        return mediator if isinstance(wait, StepWait) and wait.step == step else None
-
-    @property
-    def needs_modules(self) -> bool:
-        """Whether a block waits for a module in this step. If not, the forward may run without hooks."""
-        return any(not port.of_step for port in self._waiting)
-
-    @property
-    def wanted(self) -> list[Port]:
-        """Ports of modules that blocks wait for."""
-        return [port for port in self._waiting if not port.of_step]
-
-    def waited_for(self, port: Port) -> bool:
-        """Whether a block waits for a port."""
-        return port in self._waiting
 
     def pad(self, total: int) -> None:
         """The tensors of this step have `total` rows, some of them behind those of all requests."""
@@ -259,18 +224,8 @@ class Hub:
             supply: what has passed. Each of its ports has to `fire`, in order.
             late: requests whose blocks have yet to begin the step.
         """
-        window_of = _last if self._place.sampling else _rows
-        blocks: list[tuple[Mediator, Window | None, int | None]] = []
-        for request in late:
-            share = self._shares[request]
-            mediator = self.about_to_begin(request, share.step)
-            if mediator is not None and mediator.alone:
-                blocks.append((mediator, share.last if self._place.sampling else share.rows, None))
-        for port, waiting in self._waiting.items():
-            at = supply.index(port)
-            if at is not None:
-                blocks += [(mediator, window_of(mediator), at) for mediator in waiting]
-        self._guarded(partial(supply.begin, blocks))
+        shares = {self.mediators[request]: self._shares[request] for request in late if request in self.mediators}
+        self._guarded(partial(supply.begin, self._waiting, shares))
         self._place.supply = supply
 
     def end_supply(self) -> None:
@@ -313,20 +268,9 @@ class Hub:
         self._draws.forget()
         self._place.order = self.tree.places
 
-    def give_up(self, error: Exception) -> None:
-        """End every block with an `InternalError` that stands for `error`."""
-        problem = error if isinstance(error, InternalError) else InternalError(f"{type(error).__name__}: {error}")
-        problem.__cause__ = error if problem is not error else None
-        for request, mediator in self.mediators.items():
-            if not mediator.done:
-                mediator.drop(problem)
-                self.ended.add(request)
-        self._waiting.clear()
-        SEAT.leave()
-
     # --- inside
 
-    def _begin(self, request: str, share: Share) -> None:
+    def _begin(self, request: str, share: Share, outside: Outside) -> None:
         mediator = self.mediators[request]
         if mediator.done and not mediator.edited:
             return
@@ -356,7 +300,7 @@ class Hub:
         if mediator.wait is None:
             self._turn(mediator, mediator.go_on)
         elif isinstance(mediator.wait, StepWait) and mediator.wait.step == expected:
-            self._turn(mediator, lambda: mediator.at_step(expected))
+            self._turn(mediator, lambda: mediator.at_step(expected, outside))
 
     def _end_with(self, mediator: Mediator, request: str, error: Exception) -> None:
         if not mediator.done and mediator.wait is not None:
@@ -415,17 +359,12 @@ class Hub:
         self._went_on(mediator)
 
     def _come_back(self, mediator: Mediator, port: Port | None, number: int) -> None:
-        """A block had its turn and ran on in it: see what it left at its last port. The others are at `port`."""
-        assert mediator.ran_on is not None and self._place.supply is not None
-        (at, held), mediator.ran_on = mediator.ran_on, None
+        """A block ran on in its turn. The others are at `port`."""
+        supply = self._place.supply
+        assert supply is not None, "there is nothing else to run on to"
         self._place.move(port, number)
-        if held.changed is not None and mediator.failure is None:
-            supply = self._place.supply
-            where = supply.passed[at][0]
+        if supply.left(mediator):
             self.edited.add(mediator.request)
-            mediator.edited = mediator.edited or not where.of_step
-            window = mediator.share.last if where.of_step else mediator.share.rows
-            supply.edits.setdefault(at, []).append((held.changed, window))
 
     def _went_on(self, mediator: Mediator) -> None:
         """See what a block waits for now."""
@@ -451,14 +390,6 @@ class Hub:
         elif isinstance(port, EndWait):
             self._done.add(mediator.request)
             self._meetings.see_end(mediator)
-
-    def _guarded(self, action: Callable[[], object]) -> object:
-        """Run an action of the hub; its own errors end every block but never the engine."""
-        try:
-            return action()
-        except Exception as error:
-            self.give_up(error)
-            return None
 
     def _rows(self) -> int | None:
         window = next(iter(self._shares.values())).rows

@@ -7,11 +7,9 @@ on that thread; nothing blocks.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FrameType
-from typing import TypeAlias
 
 import greenlet
 
@@ -36,35 +34,14 @@ from .limits import Limits
 from .memory import give_back
 from .meter import fitting, size_of
 from .modes import Outside, Turns
+from .padding import padded
 from .place import Place
 from .streamed import Streamed
 from .supply import Supply
 from .values import Held
 from .views import Part, view, with_part
+from .waits import BarrierWait, EndWait, StepWait, Wait
 from .windows import Share
-
-
-class StepWait:
-    """Waiting for a step to begin."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-
-class EndWait:
-    """Waiting for the request to end."""
-
-
-class BarrierWait:
-    """Waiting for other blocks of the trace to come to a barrier."""
-
-    def __init__(self, barrier: str, count: int) -> None:
-        self.barrier = barrier
-        self.count = count
-
-
-Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait
-"""What a block waits for; a port is one of the current step."""
 
 
 class StopBlock(BaseException):
@@ -144,7 +121,7 @@ class Mediator(active.Session):
         self.held: Held | None = None
         self._ended = False
         self._result: object = None
-        self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(_padded, self._run))
+        self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(padded, self._run))
 
     # --- the engine's side
 
@@ -162,10 +139,10 @@ class Mediator(active.Session):
         self.port, self.held = port, held
         self._turn(None, None, outside)
 
-    def at_step(self, step: int) -> None:
+    def at_step(self, step: int, outside: Outside | None = None) -> None:
         """Its turn at the beginning of the step that it waited for."""
         self.step = step
-        self._turn(True)
+        self._turn(True, None, outside)
 
     @property
     def waits_for_end(self) -> bool:
@@ -385,15 +362,16 @@ class Mediator(active.Session):
         Not when the port before was edited, which concerns the model, nor in a turn that has lasted long: each has its
         own limit of time.
         """
-        if greenlet.getcurrent() is not self._greenlet or (self._guard is not None and self._guard.long):
+        guard, held = self._guard, self.held
+        if greenlet.getcurrent() is not self._greenlet or (guard is not None and guard.long):
             return False
         self._turns.check()
-        if self.held is not None:
-            self.held.settle()
-            if self.held.changed is not None:
+        if held is not None:
+            held.settle()
+            if held.changed is not None:
                 return False
-        if self._guard is not None and (self.saved or self._guard.error is not None):
-            self._guard.check(self.saved)
+        if guard is not None and (self.saved or guard.error is not None):
+            guard.check(self.saved)
         held = supply.take(self, port)
         if held is None:
             return False
@@ -414,16 +392,3 @@ class Mediator(active.Session):
 
 
 _WAITS = frozenset((Port, StepWait, EndWait, BarrierWait))
-
-_PADDING: list[Callable[..., object]] = [operator.call] * 40
-"""Calls through C below a block, of two C frames each; all of them take 4 KiB, which are copied at each switch.
-
-An error of torch walks up to 64 frames of the C stack where it is raised. Above the first frame of a greenlet there is
-whatever called it last, not what started it: a walk that gets there crashes the process. So it never gets there.
-"""
-
-
-def _padded(run: Callable[[object], None], first: object) -> None:
-    """Call `run` with the padding around it."""
-    outermost, *others = _PADDING
-    outermost(*others, run, first)

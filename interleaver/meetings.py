@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from .mediator import BarrierWait, Mediator
+from .mediator import Mediator
+from .waits import BarrierWait
 
 
 class Meetings:

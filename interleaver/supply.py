@@ -10,7 +10,7 @@ those could notice that share something with others. They hand over at each port
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -19,16 +19,26 @@ import torch
 from ..envoy.errors import UnsupportedError
 from .torch_compat import clone_each, inference_mode, version_of
 from .values import Change, Held, Passing, Versions, copies, rows_of
-from .windows import Window
+from .windows import Share, Window
 
 if TYPE_CHECKING:
     from ..envoy.address import Port
     from .mediator import Mediator
 
+_Layout = tuple[tuple["Window | None", tuple[int, ...]], ...]
+
 _numbers = count()
 _NO_HABIT: tuple[int, tuple[int, ...]] = (-1, ())
 
-_Layout = tuple[tuple["Window | None", tuple[int, ...]], ...]
+
+class _Own:
+    """What one block gets in a step: the copies that are made already, by port, and the ports that it came to."""
+
+    __slots__ = ("copies", "reads")
+
+    def __init__(self) -> None:
+        self.copies: dict[int, tuple[object, Versions]] = {}
+        self.reads: list[int] = []
 
 
 class Supply:
@@ -56,20 +66,15 @@ class Supply:
         self.edits: dict[int, list[Change]] = {}
         self._lasts = number is None
         self._number = next(_numbers) if number is None else number
+        self._of_step = passed[0][0].of_step
         self._passing = [Passing(value, port) for port, value in passed]
         once = all(len(places) == 1 for places in order.values())
         self._index = {port: at for at, (port, _) in enumerate(passed)} if once else {}
         self._places = [order[port][0] if port in order else None for port, _ in passed]
-        self._made: dict[Mediator, dict[int, object]] = {}
-        self._reads: dict[Mediator, list[int]] = {}
-        self._version = 0
+        self._own: dict[Mediator, _Own] = {}
         self._layout: _Layout = ()
         self._views: list[torch.Tensor] = []
         self._plan: list[list[tuple[int, int]]] = []
-
-    def index(self, port: Port) -> int | None:
-        """The place of a port among these; None if it is not there, or some ports come several times in a forward."""
-        return self._index.get(port)
 
     def expects(self, mediator: Mediator) -> bool:
         """Whether a block that is about to begin a step may do so behind these ports: in the last one it asked for
@@ -77,29 +82,36 @@ class Supply:
         step, _ = mediator.habits.get(self._number, _NO_HABIT)
         return step == mediator.step and mediator.alone and bool(self._index)
 
-    def begin(self, blocks: Iterable[tuple[Mediator, Window | None, int | None]]) -> None:
+    # --- a step
+
+    def begin(self, waiting: Mapping[Port, Sequence[Mediator]], late: Mapping[Mediator, Share]) -> None:
         """Copy, in one call, what blocks ask for now and what they will ask for if they do as in the step before.
 
         Args:
-            blocks: with their rows, and the port that they wait for.
+            waiting: the blocks that wait for each port.
+            late: those that have yet to begin the step, with their rows.
         """
-        self.at, self.edits, self._made, self._reads = 0, {}, {}, {}
-        mediators, layout = [], []
-        for mediator, window, at in blocks:
+        self.at, self.edits, self._own = 0, {}, {}
+        mediators: list[Mediator] = []
+        layout: list[tuple[Window | None, tuple[int, ...]]] = []
+        for mediator, share in late.items():
             _, reads = mediator.habits.get(self._number, _NO_HABIT)
-            if at is not None and (not reads or reads[0] != at):
-                reads = (at,)
-            if reads:
+            if reads and mediator.alone:
                 mediators.append(mediator)
-                layout.append((window, reads))
+                layout.append((share.last if self._of_step else share.rows, reads))
+        for port, blocks in waiting.items():
+            at = self._index.get(port)
+            for mediator in blocks if at is not None else ():
+                _, reads = mediator.habits.get(self._number, _NO_HABIT)
+                mediators.append(mediator)
+                layout.append((self._rows(mediator), reads if reads and reads[0] == at else (at,)))  # type: ignore[arg-type]
         if not layout:
             return
         if len(self.passed) == 1 and not self._lasts:
             (port, value), windows = self.passed[0], [window for window, _ in layout]
             single, versions = copies(value, windows, port)
-            if isinstance(versions, int):
-                self._version = versions
-                self._made = {mediator: {0: copy} for mediator, copy in zip(mediators, single, strict=True)}
+            for mediator, copy in zip(mediators, single, strict=True):
+                self._of(mediator).copies[0] = copy, versions
             return
         with inference_mode(False):
             if tuple(layout) != self._layout:
@@ -107,33 +119,33 @@ class Supply:
             if not self._views:
                 return
             made = clone_each(self._views)
-        self._version = version_of(made[0])
-        end = 0
+        version, end = version_of(made[0]), 0
         for mediator, plan in zip(mediators, self._plan, strict=True):
-            mine: dict[int, object] = {}
+            mine = self._of(mediator).copies
             for at, tensors in plan:
                 begin, end = end, end + (tensors or 1)
-                mine[at] = tuple(made[begin:end]) if tensors else made[begin]
-            self._made[mediator] = mine
+                mine[at] = (tuple(made[begin:end]), [version] * tensors) if tensors else (made[begin], version)
 
     def end(self) -> None:
         """All blocks have had their turns."""
-        self._made = {}
-        for mediator, reads in self._reads.items():
-            mediator.habits[self._number] = mediator.step, tuple(reads)
-        self._reads = {}
+        for mediator, own in self._own.items():
+            if own.reads:
+                mediator.habits[self._number] = mediator.step, tuple(own.reads)
+        self._own = {}
 
     def copies(
         self, mediators: Sequence[Mediator], windows: Sequence[Window | None]
     ) -> tuple[Sequence[object], Versions]:
         """Copies of what passed at the port that fires; see `values.copies`."""
-        at = self.at
+        made = []
         for mediator in mediators:
-            self._note(mediator, at)
-        made = [mine.pop(at, None) if (mine := self._made.get(mediator)) else None for mediator in mediators]
-        if all(copy is not None for copy in made):
-            return made, self._versions(made[0])
-        port, value = self.passed[at]
+            own = self._of(mediator)
+            own.reads.append(self.at)
+            made.append(own.copies.pop(self.at, None))
+        there = [found for found in made if found is not None]
+        if len(there) == len(made):
+            return [copy for copy, _ in there], there[0][1]
+        port, value = self.passed[self.at]
         return copies(value, windows, port)
 
     def take(self, mediator: Mediator, port: Port) -> Held | None:
@@ -141,31 +153,41 @@ class Supply:
         at = self._index.get(port)
         if at is None:
             return None
-        window = mediator.share.last if port.of_step else mediator.share.rows
-        mine = self._made.get(mediator)
-        copy = mine.pop(at, None) if mine else None
-        if copy is not None:
-            versions = self._versions(copy)
-        else:
+        own, window = self._of(mediator), self._rows(mediator)
+        found = own.copies.pop(at, None)
+        if found is None:
             try:
                 (copy,), versions = copies(self.passed[at][1], [window], port)
             except UnsupportedError:
                 return None  # raised where the port fires
-        self._note(mediator, at)
-        mediator.place.move(port, self._places[at])
+        else:
+            copy, versions = found
+        own.reads.append(at)
         held = Held(copy, versions, window, self._passing[at])
         mediator.ran_on = at, held
+        mediator.place.move(port, self._places[at])
         return held
 
-    def _note(self, mediator: Mediator, at: int) -> None:
-        reads = self._reads.get(mediator)
-        if reads is None:
-            self._reads[mediator] = [at]
-        else:
-            reads.append(at)
+    def left(self, mediator: Mediator) -> bool:
+        """See what a block has left at the port that it ran on to; whether it has edited there."""
+        assert mediator.ran_on is not None, "it ran on"
+        (at, held), mediator.ran_on = mediator.ran_on, None
+        if held.changed is None or mediator.failure is not None:
+            return False
+        mediator.edited = mediator.edited or not self._of_step
+        self.edits.setdefault(at, []).append((held.changed, self._rows(mediator)))
+        return True
 
-    def _versions(self, copy: object) -> Versions:
-        return [self._version] * len(copy) if isinstance(copy, tuple) else self._version
+    # --- inside
+
+    def _rows(self, mediator: Mediator) -> Window | None:
+        return mediator.share.last if self._of_step else mediator.share.rows
+
+    def _of(self, mediator: Mediator) -> _Own:
+        own = self._own.get(mediator)
+        if own is None:
+            own = self._own[mediator] = _Own()
+        return own
 
     def _lay_out(self, layout: _Layout) -> None:
         """The rows of each block at each of its ports, as views of what passed."""

@@ -260,7 +260,8 @@ class AdapterV2(Adapter):
         batch, states = self._runner.batch, self._runner.req_states
         at = batch.idx_mapping_np
         starts = [0, *np.cumsum(batch.num_scheduled_tokens).tolist()]
-        return shares(batch.req_ids, starts, states.num_computed_tokens_np[at], states.prompt_len.np[at], rows)
+        computed, prompts = states.num_computed_tokens_np[at].tolist(), states.prompt_len.np[at].tolist()
+        return shares(batch.req_ids, starts, computed, prompts, rows)
 
     def tokens(self, output: Any) -> Mapping[str, int]:
         """See `RunnerAdapter`."""
