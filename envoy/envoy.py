@@ -28,10 +28,10 @@ class Envoy:
     _tree: ModuleTree
     _address: str
     _root: Envoy
-    _items: dict[int, Envoy]
+    _known: dict[int | str, Envoy]
 
     def __init__(self, tree: ModuleTree, address: str, root: Envoy | None = None) -> None:
-        vars(self).update(_tree=tree, _address=address, _root=root if root is not None else self, _items={})
+        vars(self).update(_tree=tree, _address=address, _root=root if root is not None else self, _known={})
 
     @property
     def address(self) -> str:
@@ -92,8 +92,9 @@ class Envoy:
     def __getattr__(self, name: str) -> Envoy:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        child = Envoy(self._tree, self._tree.child(self._address, name), self._root)
-        vars(self)[name] = child  # found at once the next time
+        child = self._known.get(name)
+        if child is None:
+            child = self._known[name] = Envoy(self._tree, self._tree.child(self._address, name), self._root)
         return child
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -117,12 +118,12 @@ class Envoy:
             return [self[index] for index in range(*key.indices(len(self)))]
         if isinstance(key, str):
             return Envoy(self._tree, self._tree.child(self._address, key), self._root)
-        item = self._items.get(key) if type(key) is int else None
-        if item is None:
-            item = Envoy(self._tree, self._tree.item(self._address, key), self._root)
+        child = self._known.get(key) if type(key) is int else None
+        if child is None:
+            child = Envoy(self._tree, self._tree.item(self._address, key), self._root)
             if type(key) is int:
-                self._items[key] = item
-        return item
+                self._known[key] = child
+        return child
 
     def __len__(self) -> int:
         return len(self._tree.numbered(self._address))
@@ -142,7 +143,7 @@ class Envoy:
         return hash((id(self._tree), self._address))
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._tree.modules[self._address].children})
+        return [*super().__dir__(), *self._tree.modules[self._address].children]
 
     def __repr__(self) -> str:
         return tree_text(self._tree, self._address)
