@@ -35,6 +35,7 @@ test: lint model
 test-all: lint model
 	$(say) "all tests"
 	$(RUN)/pytest $(if $(filter cuda,$(DEVICE)),,-m "not gpu") $(ARGS)
+	$(if $(ARGS),,for split in tp2 pp2; do $(RUN)/pytest -m "not gpu" tests/contract --topology $$split || exit 1; done)
 
 # The checkers run two at a time; each one's words come out together.
 lint: env

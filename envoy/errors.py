@@ -20,6 +20,7 @@
     │   │   ├── TimeLimitError       it kept the engine waiting
     │   │   ├── MemoryLimitError     it filled the memory
     │   │   └── SaveLimitError       it saved too much
+    │   ├── RanksError           the ranks of a split model did not do the same in a block
     │   ├── BlockError           an exception of the block whose type the caller does not have
     │   ├── SamplingError        an unknown or invalid sampling argument
     │   ├── PromptError          a prompt that is empty, too long or of a wrong kind
@@ -108,6 +109,10 @@ class MemoryLimitError(LimitError):
 
 class SaveLimitError(LimitError):
     """The block saved more bytes than one trace may."""
+
+
+class RanksError(MisuseError):
+    """A block runs on every rank of a split model, and did not do the same on all of them."""
 
 
 class BlockError(MisuseError):

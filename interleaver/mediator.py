@@ -40,7 +40,7 @@ from .streamed import Streamed
 from .supply import Supply
 from .values import Held
 from .views import Part, view, with_part
-from .waits import BarrierWait, EndWait, StepWait, Wait
+from .waits import WAITS, BarrierWait, CallWait, EndWait, StepWait, Wait
 from .windows import Share
 
 
@@ -144,6 +144,11 @@ class Mediator(active.Session):
         self.step = step
         self._turn(True, None, outside)
 
+    def answer(self, wait: CallWait, result: object, error: Exception | None = None) -> None:
+        """Its turn when the module that it waited for was called; it is still at its port."""
+        self.port, self.held = wait.port, wait.held
+        self._turn(result, error)
+
     @property
     def waits_for_end(self) -> bool:
         """Whether it goes on when its request has ended, and not before."""
@@ -236,7 +241,7 @@ class Mediator(active.Session):
                 given = self._guard.turn(block, value, error)
             else:
                 given = block.switch(value) if error is None else block.throw(error)
-            if type(given) in _WAITS:
+            if type(given) in WAITS:
                 self.wait = given  # type: ignore[assignment]  # one of them
         finally:
             if not light:
@@ -269,8 +274,7 @@ class Mediator(active.Session):
         active.enter(self)
         try:
             self.scope = self._body(self)
-            if self.held is not None:
-                self.held.settle()
+            self._leave_last()
         except StopBlock:
             self.stopped = True
         except greenlet.GreenletExit:
@@ -308,16 +312,15 @@ class Mediator(active.Session):
             return True
         if step < self.step:
             raise StepError(f"step {step} has passed: the request is in step {self.step}, and steps do not come again.")
-        return bool(self._switch(StepWait(step)))
+        return bool(self.hand_over(StepWait(step)))
 
     def result(self) -> object:
-        return self._result if self._ended else self._switch(EndWait())
+        return self._result if self._ended else self.hand_over(EndWait())
 
     def stop(self) -> None:
         if self._ended:
             raise StepError("`tracer.stop()` came after the request had ended.")
-        if self.held is not None:
-            self.held.settle()
+        self._leave_last()
         self.stopped_at = self.line()
         raise StopBlock
 
@@ -325,7 +328,7 @@ class Mediator(active.Session):
         if self._ended:
             raise InvokeError("the block came to a barrier when its request had ended: no other block can meet it.")
         if count > 1:
-            self._switch(BarrierWait(barrier, count))
+            self.hand_over(BarrierWait(barrier, count))
 
     def save(self, value: object, *, stream: bool, names: tuple[str, ...]) -> object:
         line, sent = self.line(), False
@@ -354,7 +357,7 @@ class Mediator(active.Session):
             if passed is not None:
                 raise PortPassedError(passed)
         if place.supply is None or not self.alone or not self._run_on(place.supply, port):
-            self._switch(port)
+            self.hand_over(port)
 
     def _run_on(self, supply: Supply, port: Port) -> bool:
         """Take what has passed at `port`, if it is there, and be there without handing over.
@@ -378,7 +381,13 @@ class Mediator(active.Session):
         self.port, self.held = port, held
         return True
 
-    def _switch(self, wait: Wait) -> object:
+    def _leave_last(self) -> None:
+        """See what it has changed at its last port."""
+        if self.held is not None:
+            self.held.settle()
+
+    def hand_over(self, wait: Wait) -> object:
+        """Wait; gives what its next turn is given."""
         self._turns.check()
         if self.held is not None:
             self.held.settle()
@@ -389,6 +398,3 @@ class Mediator(active.Session):
             raise PortError(f"a port was asked for outside the block's own flow of control (in {current!r}).")
         assert current.parent is not None
         return current.parent.switch(wait)
-
-
-_WAITS = frozenset((Port, StepWait, EndWait, BarrierWait))

@@ -1,4 +1,4 @@
-"""What keeps errors of torch from walking off the stack of a block."""
+"""Frames of C between a block and the bottom of its stack, which errors of torch can walk up safely."""
 
 from __future__ import annotations
 

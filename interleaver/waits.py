@@ -1,10 +1,13 @@
-"""What a block can wait for when it hands over."""
+"""What a block hands over with: what it waits for until its next turn."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ..envoy.address import Port
+
+if TYPE_CHECKING:
+    from .values import Held
 
 
 class StepWait:
@@ -26,5 +29,31 @@ class BarrierWait:
         self.count = count
 
 
-Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait
+class CallWait:
+    """Waiting for a module to be called, at a port or not, where ranks must do so together.
+
+    Attributes:
+        address: of the module.
+        arguments: positional and keyword arguments.
+        port: the port that the block is at.
+        held: what it holds of that.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        arguments: tuple[tuple[object, ...], dict[str, object]],
+        port: Port | None,
+        held: Held | None,
+    ) -> None:
+        self.address = address
+        self.arguments = arguments
+        self.port = port
+        self.held = held
+
+
+Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait | CallWait
 """What a block waits for; a port is one of the current step."""
+
+WAITS = frozenset((Port, StepWait, EndWait, BarrierWait, CallWait))
+"""The classes of these."""

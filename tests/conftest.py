@@ -17,6 +17,37 @@ settings.register_profile("invivo", deadline=None, derandomize=True, print_blob=
 settings.load_profile("invivo")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--topology", help="run the tests that share an engine on one of several workers: tp2, pp2, ...")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--topology``, only what uses an engine of the session."""
+    if config.getoption("topology") is None:
+        return
+    shared = {"smollm2", "async_smollm2"}
+    kept = []
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        used = shared & set(item.fixturenames)
+        on_model = "model" in item.fixturenames and getattr(item, "callspec", None) is not None
+        if used or (on_model and item.callspec.params.get("model") == "vllm"):
+            kept.append(item)
+    items[:] = kept
+
+
+@pytest.fixture(scope="session")
+def topology(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    """The checkpoint of the session's engines, and what they are started with beside the usual."""
+    from smollm2 import smollm2_path
+    from support.topology import TOPOLOGIES, even_smollm2
+
+    name = request.config.getoption("topology")
+    if name is None:
+        return str(smollm2_path()), {}
+    return str(even_smollm2()), TOPOLOGIES[name]
+
+
 @pytest.fixture(scope="session")
 def reference() -> Reference:
     """SmolLM2 in transformers, which the values of every backend are compared with."""
@@ -27,24 +58,24 @@ def reference() -> Reference:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Iterator[VLLM]:
+def smollm2(topology: tuple[str, dict[str, Any]]) -> Iterator[VLLM]:
     """SmolLM2 in a vLLM engine with processes of its own; the one engine of the session."""
     from invivo import VLLM
-    from smollm2 import smollm2_path
     from support.contract import ENGINE
 
-    with VLLM(str(smollm2_path()), **ENGINE) as model:
+    path, workers = topology
+    with VLLM(path, **ENGINE, **workers) as model:
         yield model
 
 
 @pytest.fixture(scope="session")
-def async_smollm2() -> Iterator[VLLM]:
+def async_smollm2(topology: tuple[str, dict[str, Any]]) -> Iterator[VLLM]:
     """SmolLM2 in an asynchronous vLLM engine."""
     from invivo import VLLM
-    from smollm2 import smollm2_path
     from support.contract import ENGINE
 
-    with VLLM(str(smollm2_path()), mode="async", **{**ENGINE, "max_num_seqs": 32}) as model:
+    path, workers = topology
+    with VLLM(path, mode="async", **{**ENGINE, "max_num_seqs": 32, **workers}) as model:
         yield model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..envoy.address import suggestion
@@ -22,7 +23,16 @@ _WRONG_UNDER = {
     "prefill_context_parallel_size": "context parallelism spreads the rows of one request over ranks",
 }
 
-_ONE_WORKER = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+_WORKERS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "enable_expert_parallel",
+    "distributed_executor_backend",
+)
+"""What says how many workers an engine has, and how they share the model."""
+
+_SPLIT = ("tensor_parallel_size", "pipeline_parallel_size")
 
 
 def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = False) -> dict[str, Any]:
@@ -43,8 +53,15 @@ def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = F
             raise MisuseError(f"unknown engine argument `{name}`.{suggestion(name, known)}")
         if name in _WRONG_UNDER and value not in (None, False, 1):
             raise UnsupportedError(f"`{name}` cannot be used with traces: {_WRONG_UNDER[name]}.")
-        if name in _ONE_WORKER and value != 1:
-            raise UnsupportedError(f"`{name}={value}`: this version of invivo traces engines with one worker only.")
+        if name == "distributed_executor_backend" and value not in (None, "mp", "uni"):
+            raise UnsupportedError(
+                f"`{name}={value!r}`: traces were not tried with this executor. Leave it out: vLLM starts processes."
+            )
+        if name == "data_parallel_size" and value != 1 and not streams:
+            raise UnsupportedError(
+                f"`{name}={value}`: vLLM has several engines of one model for asynchronous callers only. Pass "
+                '`mode="async"`.'
+            )
     if streams and given.get("stream_interval") not in (None, 1):
         raise UnsupportedError(
             "`stream_interval`: what a trace streams goes with the output of its step, and every step needs one."
@@ -52,17 +69,41 @@ def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = F
     if given.get("scheduler_cls") is not None:
         raise UnsupportedError("`scheduler_cls`: invivo needs its own scheduler, to end requests from a block.")
     additional = {**(given.get("additional_config") or {}), KEY: settings(limits)}
-    return {**given, "scheduler_cls": SCHEDULER, "additional_config": additional}
+    split = any((given.get(name) or 1) != 1 for name in _SPLIT)
+    ahead = {"async_scheduling": False} if split and given.get("async_scheduling") is None else {}
+    return {**given, **ahead, "scheduler_cls": SCHEDULER, "additional_config": additional}
 
 
 def check_config(config: VllmConfig) -> None:
     """Refuse what vLLM makes of the arguments where traces could not be served.
 
     Raises:
-        UnsupportedError: the model is compiled in a way that no engine step can do without.
+        UnsupportedError: the model is compiled in a way that no engine step can do without, or see `check_split`.
     """
+    check_split(config, v2=config.parallel_config.world_size > 1 and config.use_v2_model_runner)
     if config.compilation_config.mode == CompilationMode.STOCK_TORCH_COMPILE:
         raise UnsupportedError(
             "the compilation mode STOCK_TORCH_COMPILE: every engine step runs the compiled model, whose modules cannot "
             "be met. Leave `compilation_config` out, or pass `enforce_eager=True`."
+        )
+
+
+def unsplit(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an engine with the same model in one piece."""
+    return {name: value for name, value in arguments.items() if name not in _WORKERS}
+
+
+def check_split(config: VllmConfig, *, v2: bool) -> None:
+    """Refuse workers that have a part of a model where blocks could come to differ between them.
+
+    Raises:
+        UnsupportedError: they use Model Runner V2, or prepare steps ahead.
+    """
+    if config.parallel_config.world_size == 1:
+        return
+    if v2 or config.scheduler_config.async_scheduling:
+        raise UnsupportedError(
+            "an engine of several workers is traced on Model Runner V1 and without asynchronous scheduling only: "
+            "elsewhere, what a worker has of a step when its blocks run depends on its own speed. Set "
+            "VLLM_USE_V2_MODEL_RUNNER=0 in the environment, and leave `async_scheduling` out."
         )

@@ -6,6 +6,7 @@ import asyncio
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from vllm import SamplingParams
@@ -15,7 +16,7 @@ from ..tracer.prompt import Prompt
 from .compat import AsyncEngineArgs, AsyncLLM, EngineDeadError
 from .course import Course, Sending
 from .inbox import Collector, Inbox
-from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive
+from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive, answer
 from .loop_thread import LoopThread
 from .watch import dies, watch
 
@@ -23,8 +24,29 @@ from .watch import dies, watch
 class TracingLLM(AsyncLLM):
     """An `AsyncLLM` that puts the outputs of a request into a given collector."""
 
-    async def begin(self, collector: Collector, prompt: Prompt, params: SamplingParams) -> None:
+    _last = -1
+    """The number of the engine that was chosen last."""
+
+    def least_busy(self) -> int | None:
+        """The number of the engine with the fewest requests, in turn where these are as many; None if there is one."""
+        core: Any = self.engine_core
+        engines = getattr(core, "core_engines", ())
+        if len(engines) < 2:
+            return None
+        numbers = [(self._last + 1 + number) % len(engines) for number in range(len(engines))]
+        self._last = min(numbers, key=lambda number: core.engine_inflight[engines[number]])
+        return self._last
+
+    async def begin(
+        self, collector: Collector, prompt: Prompt, params: SamplingParams, engine: int | None = None
+    ) -> None:
         """Start a request.
+
+        Args:
+            collector: takes the outputs.
+            prompt: its prompt.
+            params: sampling parameters.
+            engine: the number of the engine that it goes to, if there are several.
 
         Raises:
             EngineDeadError: the engine's process is gone.
@@ -32,7 +54,9 @@ class TracingLLM(AsyncLLM):
         """
         tasks = await self.get_supported_tasks()
         tokens = tokens_input(prompt.token_ids, prompt=prompt.text)
-        request = self.input_processor.process_inputs(collector.request_id, tokens, params, supported_tasks=tasks)
+        request = self.input_processor.process_inputs(
+            collector.request_id, tokens, params, supported_tasks=tasks, data_parallel_rank=engine
+        )
         request.external_req_id = collector.request_id
         self._run_output_handler()
         if self.errored:
@@ -45,14 +69,22 @@ class TracingLLM(AsyncLLM):
         timeout: float | None = None,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
+        *,
+        engine: int | None = None,
     ) -> Any:
-        """Call a method of every worker.
+        """Call a method of every worker; of those of one engine if its number is given.
 
         Raises:
             EngineDeadError: the engine's process is gone, or goes now.
         """
         try:
-            return await super().collective_rpc(method, timeout, args, kwargs)
+            core: Any = self.engine_core
+            engines = getattr(core, "core_engines", ())
+            if len(engines) < 2:
+                return await super().collective_rpc(method, timeout, args, kwargs)
+            call = partial(core._call_utility_async, "collective_rpc", method, timeout, args, kwargs)
+            asked = engines if engine is None else [engines[engine]]
+            return [one for answers in await asyncio.gather(*(call(engine=key) for key in asked)) for one in answers]
         except EngineDeadError:
             raise
         except Exception as error:
@@ -130,4 +162,4 @@ class AsyncEngine(Lifecycle[TracingLLM]):
         with alive():
             llm = self.start()
             assert self._thread is not None, "made with the engine"
-            return self._thread.submit(llm.collective_rpc, method, None, args).result()[0]
+            return answer(self._thread.submit(llm.collective_rpc, method, None, args).result())

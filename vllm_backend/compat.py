@@ -10,6 +10,8 @@ from vllm.config.kernel import IrOpPriorityConfig
 from vllm.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
+    get_pp_group,
+    get_tp_group,
     init_distributed_environment,
     initialize_model_parallel,
     model_parallel_is_initialized,
@@ -20,11 +22,22 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.ir import enable_torch_wrap
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as ROTARY_EMBEDDINGS
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
+from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -54,22 +67,31 @@ __all__ = [
     "AttentionLayerBase",
     "CUDAGraphMode",
     "ChunkedLocalAttentionSpec",
+    "ColumnParallelLinear",
     "CompilationMode",
     "CustomOp",
     "EngineArgs",
     "EngineDeadError",
     "FullAttentionSpec",
+    "IntermediateTensors",
     "IrOpPriorityConfig",
+    "LinearBase",
     "MLAAttentionSpec",
+    "MergedColumnParallelLinear",
+    "MoERunnerInterface",
     "ModelRunnerOutput",
     "MsgpackDecoder",
     "MsgpackEncoder",
     "ParallelLMHead",
     "PauseState",
+    "QKVParallelLinear",
+    "ReplicatedLinear",
     "Request",
     "RequestOutputCollector",
     "RequestOutputKind",
     "RequestStatus",
+    "RotaryEmbeddingBase",
+    "RowParallelLinear",
     "SamplerOutput",
     "Scheduler",
     "SchedulerOutput",
@@ -84,6 +106,8 @@ __all__ = [
     "destroy_model_parallel",
     "enable_torch_wrap",
     "get_forward_context",
+    "get_pp_group",
+    "get_tp_group",
     "init_distributed_environment",
     "initialize_model",
     "initialize_model_parallel",

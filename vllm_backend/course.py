@@ -23,6 +23,7 @@ from ..tracer.prompt import Prompt
 from .compat import EngineDeadError
 from .in_band import unpacked
 from .inbox import Arrived, Collector, Inbox
+from .lifecycle import answer
 from .request_output import encode_output
 from .sampling import refusals
 
@@ -67,6 +68,7 @@ class Course:
         self._llm = llm
         self._group = groups[0].trace if groups else None
         self._after = ends_before(groups) if groups else [set[int]() for _ in requests]
+        self._engine: int | None = None
         self._company = meets(groups) if groups else [{index} for index in range(len(requests))]
         self._common = groups[0].common if groups else ()
         self._waiting = dict(enumerate(requests))
@@ -81,9 +83,11 @@ class Course:
         """Send the requests that wait for no others. If vLLM refuses one, that is the end of all."""
         try:
             async with self._turn:
+                if not self._sent:
+                    self._engine = self._llm.least_busy()  # one for all: blocks may have something in common
                 if self._common:
                     common, self._common = msgspec.msgpack.encode(self._common), ()
-                    await self._llm.collective_rpc("invivo_bring", None, (self._group, common))
+                    await self._llm.collective_rpc("invivo_bring", None, (self._group, common), engine=self._engine)
                 for index in [index for index in self._waiting if self._over >= self._after[index]]:
                     if self.inbox.over:
                         return
@@ -98,16 +102,17 @@ class Course:
             with suppress(EngineDeadError):  # which has freed everything
                 await self._llm.abort(self._sent, internal=True)
                 if self._group is not None:
-                    await self._llm.collective_rpc("invivo_discard_group", None, (self._group, self.traces))
+                    arguments = (self._group, self.traces)
+                    await self._llm.collective_rpc("invivo_discard_group", None, arguments, engine=self._engine)
                     return
                 for trace in self.traces:
-                    await self._llm.collective_rpc("invivo_discard", None, (trace,))
+                    await self._llm.collective_rpc("invivo_discard", None, (trace,), engine=self._engine)
 
     async def _send(self, index: int, request: Sending) -> None:
         collector = Collector(f"{request.trace}-{uuid4().hex[:8]}", partial(self._take, index))
         self._sent.append(collector.request_id)
         with refusals():
-            await self._llm.begin(collector, request.prompt, request.params)
+            await self._llm.begin(collector, request.prompt, request.params, self._engine)
 
     def _take(self, index: int, output: RequestOutput | Exception) -> None:
         if self.inbox.over or index in self._ended:
@@ -137,7 +142,8 @@ class Course:
                     return
                 self._fetched.add(index)
                 call = (self.traces[index], encode_output(arrived.output))
-                reply: bytes = (await self._llm.collective_rpc("invivo_collect", None, call))[0]
+                answers = await self._llm.collective_rpc("invivo_collect", None, call, engine=self._engine)
+                reply: bytes = answer(answers)
                 self._over.add(index)
                 self.inbox.put(arrived._replace(reply=reply))
         except Exception as error:

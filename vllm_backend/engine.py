@@ -11,12 +11,12 @@ from vllm import LLM, RequestOutput, SamplingParams
 
 from ..envoy.errors import InternalError, MisuseError
 from .compat import EngineDeadError
-from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive
+from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive, answer
 from .sampling import refusals
 from .watch import dies, watch
 
 Call: TypeAlias = "Callable[..., Any]"
-"""Calls a method of the (one) worker: its name, then its arguments."""
+"""Calls a method of all workers, and gives the answer of the one that has one: its name, then its arguments."""
 
 
 _AT_ONCE = 256
@@ -205,7 +205,7 @@ def _key(request_id: str, keys: Iterable[str]) -> str:
 
 def _call(llm: LLM, method: str, *args: object) -> Any:
     try:
-        return llm.collective_rpc(method, args=args)[0]
+        return answer(llm.collective_rpc(method, args=args))
     except EngineDeadError:
         raise
     except Exception as error:

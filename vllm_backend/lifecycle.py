@@ -8,8 +8,9 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from time import monotonic
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,7 @@ from rich.console import Console
 from ..envoy.errors import EngineClosedError, EngineDiedError
 from .compat import EngineDeadError
 from .interrupt import interruptible_start
+from .shared_files import processes, remove, shared_files
 
 T = TypeVar("T")
 
@@ -38,6 +40,7 @@ class Lifecycle(ABC, Generic[T]):
         self._arguments = arguments
         self._llm: T | None = None
         self._closed = False
+        self._shared: frozenset[Path] = frozenset()
         self._lock = threading.RLock()
         self._process = os.getpid()
         reference: weakref.ref[Lifecycle[T]] = weakref.ref(self)
@@ -53,7 +56,7 @@ class Lifecycle(ABC, Generic[T]):
 
     @abstractmethod
     def call(self, method: str, *args: object) -> Any:
-        """Call a method of the (one) worker.
+        """Call a method of all workers; gives the answer of the one that has one.
 
         Raises:
             EngineDiedError: the engine's process is gone.
@@ -89,13 +92,15 @@ class Lifecycle(ABC, Generic[T]):
                 # vLLM forks on GPUs, and a fork has the threads and locks of this process as they happen to be.
                 os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
                 console = Console(stderr=True, force_jupyter=False)
-                began = monotonic()
+                began, others = monotonic(), processes()
                 with (
                     _shown(console, f"invivo: starting a vLLM engine for {self._model} ..."),
                     _main_not_imported(),
+                    _sets_in_one_order(),
                     interruptible_start(),
                 ):
                     self._llm = self._make()
+                    self._shared = shared_files(others)
                 console.print(
                     f"invivo: engine for {self._model} ready after {monotonic() - began:.0f} s", highlight=False
                 )
@@ -111,11 +116,17 @@ class Lifecycle(ABC, Generic[T]):
             llm, self._llm = self._llm, None
             if llm is not None:
                 self._shutdown(llm)
+                remove(self._shared)
 
     def _closed_error(self) -> EngineClosedError:
         return EngineClosedError(
             f"the engine of {self._model} was closed. Make a new `VLLM(...)` to start another one."
         )
+
+
+def answer(answers: Sequence[Any]) -> Any:
+    """What the workers say that were all called: one has an answer, if any."""
+    return next(filter(None, answers), answers[0])
 
 
 @contextmanager
@@ -152,6 +163,20 @@ def _main_not_imported() -> Iterator[None]:
     finally:
         main.__spec__ = spec
         main.__dict__.update(kept)
+
+
+@contextmanager
+def _sets_in_one_order() -> Iterator[None]:
+    """Start processes in which a set of texts has the same order in each: blocks run in several, and must do alike."""
+    name = "PYTHONHASHSEED"
+    given = os.environ.get(name)
+    if given is None:
+        os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[name]
 
 
 def _close_at_exit(reference: weakref.ref[Lifecycle[Any]]) -> None:

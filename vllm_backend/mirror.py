@@ -7,6 +7,7 @@ the rotary embeddings that vLLM keeps for a whole process, which an engine in th
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ def mirror(config: VllmConfig) -> ModuleTree:
     """
     dtype = torch.get_default_dtype()
     known = set(ROTARY_EMBEDDINGS)
-    with set_current_vllm_config(config), _one_rank():
+    with set_current_vllm_config(config), _one_rank(), _all_layers():
         try:
             torch.set_default_dtype(config.model_config.dtype)
             with torch.device("meta"):
@@ -61,3 +62,15 @@ def _one_rank() -> Iterator[None]:
         finally:
             destroy_model_parallel()
             destroy_distributed_environment()
+
+
+@contextmanager
+def _all_layers() -> Iterator[None]:
+    """Without the setting that says how many layers each stage of a pipeline has: here there is one."""
+    name = "VLLM_PP_LAYER_PARTITION"
+    given = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if given is not None:
+            os.environ[name] = given

@@ -60,7 +60,7 @@ class VLLM(RootEnvoy):
         check_version()
         if mode not in ("sync", "async"):
             raise MisuseError(f'`mode={mode!r}`: it is "sync" or "async".')
-        from .arguments import check_config, engine_arguments
+        from .arguments import check_config, engine_arguments, unsplit
         from .async_engine import AsyncEngine
         from .compat import EngineArgs
         from .engine import Engine
@@ -70,7 +70,10 @@ class VLLM(RootEnvoy):
         arguments = engine_arguments(arguments, blocks, streams=mode == "async")
         config = EngineArgs(model=model, **arguments).create_engine_config()
         check_config(config)
-        super().__init__(mirror(config), "")
+        whole = unsplit(arguments)
+        super().__init__(
+            mirror(config if whole == arguments else EngineArgs(model=model, **whole).create_engine_config()), ""
+        )
         self._model_config = config.model_config
         self._budget = int(config.scheduler_config.max_num_batched_tokens)
         self._engine: Engine | AsyncEngine = (AsyncEngine if mode == "async" else Engine)(model, arguments)

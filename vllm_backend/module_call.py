@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..envoy.errors import UnsupportedError
-from .compat import AttentionLayerBase, ParallelLMHead
+from .compat import AttentionLayerBase, ParallelLMHead, get_tp_group
 
 
 def call_module(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -27,4 +27,7 @@ def call_module(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[
 
 def _head(module: ParallelLMHead, hidden_states: torch.Tensor) -> torch.Tensor:
     logits = module.quant_method.apply(module, hidden_states, bias=module.bias)
+    group = get_tp_group()
+    if group.world_size > 1:  # each rank has the logits of some tokens
+        logits = group.all_gather(logits, dim=-1)
     return logits[..., : module.org_vocab_size]

@@ -36,15 +36,25 @@ _log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """What waits in one worker to be fetched. Its methods are called from the model's thread."""
+    """What waits in one worker to be fetched. Its methods are called from the model's thread.
 
-    def __init__(self) -> None:
+    Args:
+        home: this worker sends; of several that have the same blocks only one does.
+    """
+
+    def __init__(self, *, home: bool = True) -> None:
+        self._home = home
         self._waiting: dict[str, _Offer] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def send(self, trace: str, reply: Reply) -> bytes:
-        """The encoded parcel of a reply; large saves are put into shared memory from now on, on another thread."""
+        """The encoded parcel of a reply; large saves are put into shared memory from now on, on another thread.
+
+        Nothing where another worker sends the same.
+        """
+        if not self._home:
+            return b""
         if reply.saves.nbytes <= THRESHOLD:
             return msgspec.msgpack.encode(Parcel(reply, None))
         try:

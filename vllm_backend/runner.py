@@ -22,7 +22,8 @@ from .compat import (
     UniformTypeKVCacheSpecs,
 )
 from .eager import EagerSteps
-from .settings import DONE, ENDED, HELD, KEY, SAVES
+from .parallel import as_bytes, as_tensor
+from .settings import DONE, ENDED, HELD, KEY, SAVES, TOLD
 
 if TYPE_CHECKING:
     import torch
@@ -54,15 +55,20 @@ class TracedRunner(_Runner):
     """Where an output that is made complete later has the `ModelRunnerOutput`."""
 
     def execute_model(self, scheduler_output: SchedulerOutput, *args: Any, **kwargs: Any) -> Any:
-        """One engine step, up to the logits."""
+        """One engine step, up to the logits or what the next stage of a pipeline is given."""
         self.serving.clean(scheduler_output)
         self.serving.leave(scheduler_output)
         self.serving.admit(scheduler_output)
+        self._hear(scheduler_output, *args, **kwargs)
         if not self.serving.active:
             return super().execute_model(scheduler_output, *args, **kwargs)
         self._stepping = True
         try:
             output = super().execute_model(scheduler_output, *args, **kwargs)
+            if isinstance(tensors := getattr(output, "tensors", None), dict):
+                output = copy(output)
+                output.tensors = {**tensors, TOLD: as_tensor(self.serving.tell())}
+                return output
             if output is not None and not scheduler_output.total_num_scheduled_tokens:
                 output = copy(output)  # one object stands for all outputs of steps in which nothing is computed
                 vars(output)[HELD] = self.serving.held
@@ -72,6 +78,15 @@ class TracedRunner(_Runner):
             raise
         finally:
             self._stepping = False
+
+    def _hear(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> None:
+        """Take in what other stages of a pipeline tell."""
+        told = getattr(scheduler_output, TOLD, None)
+        if told and self.serving.active:
+            self.serving.hear_back(told)
+        # Looked at first: to take them is to wait for them.
+        if intermediate_tensors is not None and TOLD in vars(intermediate_tensors)["tensors"]:
+            self.serving.hear(as_bytes(intermediate_tensors.tensors.pop(TOLD)))
 
     def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput:
         """Sample the tokens; the output says what the blocks have done, and brings what they send home.
@@ -85,7 +100,13 @@ class TracedRunner(_Runner):
             return output
         serving = self.serving
         serving.sampled(output)
-        told = {SAVES: serving.cargo(), ENDED: serving.ended, DONE: serving.take_done(), HELD: serving.held}
+        told = {
+            SAVES: serving.cargo(),
+            ENDED: serving.ended,
+            DONE: serving.take_done(),
+            HELD: serving.held,
+            TOLD: serving.tell_back(),
+        }
         vars(getattr(output, self._completed, output)).update({name: what for name, what in told.items() if what})
         return output
 

@@ -16,11 +16,16 @@ from ..interleaver.windows import Share, shares
 from .runner import Adapter, TracedRunner
 
 if TYPE_CHECKING:
-    from .compat import SamplerOutput
+    from .compat import SamplerOutput, SchedulerOutput
 
     class _Runner:
         """The parts of `GPUModelRunner` that the mixin relies on, beside those of `TracedRunner`."""
 
+        intermediate_tensors: Any
+        vllm_config: Any
+        device: Any
+
+        def get_model(self) -> Any: ...
         def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any: ...
         def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any: ...
         def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput: ...
@@ -32,6 +37,17 @@ class RunnerV1(TracedRunner, _Runner):
     """`TracedRunner` on Runner V1."""
 
     _completed = "_model_runner_output"
+
+    def _hear(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> None:
+        # vLLM makes it when it warms up, which an eager CPU engine does not.
+        if intermediate_tensors is not None and self.intermediate_tensors is None:
+            config = self.vllm_config
+            self.intermediate_tensors = self.get_model().make_empty_intermediate_tensors(
+                batch_size=config.scheduler_config.max_num_batched_tokens,
+                dtype=config.model_config.dtype,
+                device=self.device,
+            )
+        super()._hear(scheduler_output, intermediate_tensors)
 
     def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
         if self._stepping:

@@ -20,6 +20,7 @@ wrapped.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -40,7 +41,7 @@ from .in_band import Transit
 from .members import Members
 from .orphan import follow_parent
 from .room import left_out
-from .settings import DONE, ENDED, HELD, KEY, SAVES
+from .settings import DONE, ENDED, HELD, KEY, NOW, SAVES, TOLD
 from .stuck import Stuck
 
 STOP_REASON = "invivo"
@@ -91,10 +92,12 @@ class _TraceRules(_Scheduler):
         self._ended: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()
         self._taken: dict[str, int] = {}
+        self._told: dict[str, bytes] = {}  # what the last stage of a pipeline tells the others
         self._favoured: Request | None = None
         self._passed_over: str | None = None
         self._yielded = False
         self._stuck = Stuck()
+        self._several = self.vllm_config.parallel_config.world_size > 1
         self._watch_blocks()
         self._transit = Transit()
         follow_parent()
@@ -118,6 +121,12 @@ class _TraceRules(_Scheduler):
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """As in `Scheduler`, with the rules for traced requests."""
+        output = self._schedule(throttle_prefills)
+        if self._several:
+            vars(output)[NOW] = monotonic()
+        return output
+
+    def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
         if not self._traced:
             return super().schedule(throttle_prefills)
         self._taken.clear()
@@ -136,6 +145,9 @@ class _TraceRules(_Scheduler):
         self.max_num_active_reqs = limit - places + len(self.running)
         output = super().schedule(throttle_prefills)
         self.max_num_active_reqs = limit
+        told = {request: self._told.pop(request) for request in output.num_scheduled_tokens if request in self._told}
+        if told:
+            vars(output)[TOLD] = told
         if out:
             kept = {request.request_id for request in self.running}
             kept.update(out)
@@ -159,6 +171,7 @@ class _TraceRules(_Scheduler):
             for request in getattr(model_runner_output, DONE, ()):
                 self._blocks.discard(request)
                 self._members.block_ended(request)
+        self._told.update(getattr(model_runner_output, TOLD, {}))
         self._transit.add(getattr(model_runner_output, SAVES, {}))
         clients: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         for client in clients.values():
@@ -191,6 +204,7 @@ class _TraceRules(_Scheduler):
         self._ahead.discard(request.request_id)
         self._to_begin.pop(request.request_id, None)
         self._members.remove(request.request_id)
+        self._told.pop(request.request_id, None)
         return super()._free_request(request, delay_free_blocks=delay_free_blocks)
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:

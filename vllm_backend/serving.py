@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,12 +20,14 @@ from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
 from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
+from ..interleaver.staged_hub import Staged
 from ..interleaver.supply import Supply
 from ..tracer.block import Payload, TensorBlob
 from .ahead import Ahead
 from .module_call import call_module
 from .outbox import Outbox
 from .request_output import decode_output
+from .settings import NOW
 from .traces import Known, Traces
 
 if TYPE_CHECKING:
@@ -55,9 +58,23 @@ class Serving:
         vocabulary: size of the model's vocabulary.
         limits: of each block.
         ahead: the engine prepares steps before the tokens of the last one are known.
+        home: what blocks save goes home from this worker; several may run the same blocks.
+        last: it has the last layers, and so the logits and samples.
+        make_hub: makes the hub of a worker that has a part of the model only.
     """
 
-    def __init__(self, adapter: RunnerAdapter, vocabulary: int, limits: Limits, *, ahead: bool = False) -> None:
+    def __init__(
+        self,
+        adapter: RunnerAdapter,
+        vocabulary: int,
+        limits: Limits,
+        *,
+        ahead: bool = False,
+        home: bool = True,
+        last: bool = True,
+        make_hub: Callable[[RunnerAdapter], Hub] | None = None,
+    ) -> None:
+        self._make_hub = make_hub or _one_hub
         self._ahead = Ahead(adapter.tokens) if ahead else None
         self._late: Sequence[str] = ()
         self._expected: Sequence[str] = ()
@@ -67,8 +84,9 @@ class Serving:
         self._vocabulary = vocabulary
         self._hub: Hub | None = None
         self._root: RootEnvoy | None = None
-        self.outbox = Outbox()
-        self._traces = Traces(self.outbox)
+        self.outbox = Outbox(home=home)
+        self._traces = Traces(self.outbox, last=last)
+        self._last = last
         self._groups = Groups()
 
     @property
@@ -107,7 +125,8 @@ class Serving:
         """Forget the traces of requests that have left, once nobody will ask for their reply."""
         if self.active:
             with torch.inference_mode():  # others that wait for them in vain have a turn
-                self._guarded(lambda: self._traces.leave(self._adapter.finished(scheduled), self._ready()))
+                now = getattr(scheduled, NOW, None) or monotonic()
+                self._guarded(lambda: self._traces.leave(self._adapter.finished(scheduled), self._ready(), now))
 
     def admit(self, scheduled: object) -> None:
         """Take in the traced requests of an engine step."""
@@ -196,11 +215,45 @@ class Serving:
         """The engine step failed."""
         self._ready().abandon_step()
 
+    # --- stages of a pipeline
+
+    def hear(self, told: bytes) -> None:
+        """What the stages before this one have read in the engine step that begins."""
+        hub = self._ready()
+        if isinstance(hub, Staged):
+            self._guarded(partial(hub.hear, told))
+
+    def hear_back(self, told: Mapping[str, bytes]) -> None:
+        """What later stages have read in the last steps of requests, which go on."""
+        hub = self._ready()
+        if isinstance(hub, Staged):
+            self._guarded(partial(hub.hear_back, told))
+
+    def tell(self) -> bytes:
+        """This stage's part of the engine step is over: what the next one is told."""
+        hub = self._ready()
+        hub.finish_step()
+        assert isinstance(hub, Staged), "there are stages"
+        return hub.tell()
+
+    def tell_back(self) -> dict[str, bytes]:
+        """What the stages before this one, the last, are told of the engine step that is over."""
+        hub = self._ready()
+        found: dict[str, bytes] = {}
+        if isinstance(hub, Staged):
+            self._guarded(lambda: found.update(hub.tell_back()))
+        return found
+
     # --- calls from the client
 
     def collect(self, trace: str, output: bytes) -> bytes:
         """End the block of a request that has ended with `output`, and give the parcel of its reply."""
-        known, hub = self._traces.fetched(trace), self._ready()
+        hub = self._ready()
+        if isinstance(hub, Staged):
+            hub.meet_at_end(self._traces.grouped(trace))  # other blocks of the trace may need what it gives
+            if not self._last and not self._traces.knows(trace):
+                return b""
+        known = self._traces.fetched(trace)
         with torch.inference_mode():
             hub.end(known.request_id, decode_output(output))
         first = known.launched.mediator.index == 0  # of its trace
@@ -263,7 +316,8 @@ class Serving:
         late, self._late = self._late, ()
         over = self._ahead.over(late)
         hub, entering = self._ready(), [request for request in late if request not in over]
-        hub.supply(Supply([(port_at("", LOGITS), logits)], {}, _LOGITS), entering)
+        if type(hub) is Hub:
+            hub.supply(Supply([(port_at("", LOGITS), logits)], {}, _LOGITS), entering)
         hub.enter(entering)
 
     def _admit(self, new: NewRequest) -> None:
@@ -280,6 +334,8 @@ class Serving:
             groups=self._groups,
             limits=self._limits,
         )
+        if type(hub) is not Hub:
+            launched.mediator.alone = False  # its twins in other workers have their turns when it has
         launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
         launched.mediator.partial_prompt = new.reuses_prefix
         group = payload.group.trace if payload.group is not None else None
@@ -300,7 +356,7 @@ class Serving:
 
     def _ready(self) -> Hub:
         if self._hub is None:
-            self._hub = Hub(self._adapter.model(), call_module, compiled=self._adapter.compiled())
+            self._hub = self._make_hub(self._adapter)
             self._root = RootEnvoy(self._hub.tree, "")
             device = self._device()
             if self._limits.memory is not None and device is not None and device.type == "cuda":
@@ -320,3 +376,7 @@ class Serving:
     def _fired(self, kind: str, value: torch.Tensor) -> torch.Tensor:
         replaced = self._ready().fire(port_at("", kind), value)
         return replaced if isinstance(replaced, torch.Tensor) else value
+
+
+def _one_hub(adapter: RunnerAdapter) -> Hub:
+    return Hub(adapter.model(), call_module, compiled=adapter.compiled())

@@ -24,6 +24,13 @@ DONE = "invivo_done"
 HELD = "invivo_held"
 """Attribute of a `ModelRunnerOutput`: the requests whose blocks stand at a barrier."""
 
+TOLD = "invivo_told"
+"""Attribute of a `ModelRunnerOutput`, and then of a `SchedulerOutput`: what the last stage of a pipeline tells those
+before it, by request. Between stages, the name of what is sent along with the hidden states."""
+
+NOW = "invivo_now"
+"""Attribute of a `SchedulerOutput` for several workers: the time, which must be the same for all of them."""
+
 SCHEDULER = "invivo.vllm_backend.scheduler.trace_scheduler"
 """Dotted path of what makes the scheduler, for `scheduler_cls`."""
 

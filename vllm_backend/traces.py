@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from time import monotonic
 
 from msgspec import structs
 
@@ -43,10 +42,16 @@ class Known:
 
 
 class Traces:
-    """All of them, by the id of the trace."""
+    """All of them, by the id of the trace.
 
-    def __init__(self, outbox: Outbox) -> None:
+    Args:
+        outbox: takes the replies.
+        last: replies are made here; elsewhere, blocks without a group are gone with their requests.
+    """
+
+    def __init__(self, outbox: Outbox, *, last: bool = True) -> None:
         self._outbox = outbox
+        self._last = last
         self._known: dict[str, Known] = {}
 
     def __len__(self) -> int:
@@ -55,6 +60,15 @@ class Traces:
     def add(self, trace: str, known: Known) -> None:
         """Take in a trace that begins."""
         self._known[trace] = known
+
+    def knows(self, trace: str) -> bool:
+        """Whether it is there."""
+        return trace in self._known
+
+    def grouped(self, trace: str) -> str | None:
+        """The request of a trace that is one of several invokes, if it is there."""
+        known = self._known.get(trace)
+        return known.request_id if known is not None and known.group is not None else None
 
     def fetched(self, trace: str) -> Known:
         """Take out a trace whose caller fetches the reply.
@@ -83,15 +97,14 @@ class Traces:
                 cargo[known.request_id] = Cargo(streamed, reply)
         return cargo
 
-    def leave(self, requests: Collection[str], hub: Hub) -> None:
-        """Requests have left the engine: forget those whose reply has gone, and in time all others."""
+    def leave(self, requests: Collection[str], hub: Hub, now: float) -> None:
+        """Requests have left the engine, at this time: forget those whose reply has gone, and in time all others."""
         if not requests and all(known.left is None for known in self._known.values()):
             return
-        now = monotonic()
         for trace, known in list(self._known.items()):
             if known.request_id in requests and known.left is None:
                 known.left = now
-                if known.reply is not None:
+                if known.reply is not None or (not self._last and known.group is None):
                     self._forget(trace, hub)
                 else:
                     hub.left(known.request_id)

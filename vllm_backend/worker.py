@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..envoy.errors import UnsupportedError
 from ..interleaver.harvest import sink
+from .arguments import check_split
+from .parallel import exchange_trees, has_last_layers, make_hub, sends_home
 from .runner_v1 import AdapterV1, RunnerV1
 from .runner_v2 import AdapterV2, RunnerV2
 from .serving import Serving
@@ -40,16 +43,27 @@ def attach(wrapper: WorkerWrapperBase) -> None:
         )
     runner.__class__ = type(f"Traced{kind.__name__}", (mixin, kind), {})
     config: Any = wrapper.vllm_config
+    home = sends_home()
     limits = limits_of(config.additional_config)
     ahead = bool(config.scheduler_config.async_scheduling)
-    serving = Serving(adapter, config.model_config.get_vocab_size(), limits, ahead=ahead)
+    check_split(config, v2=mixin is RunnerV2)
+    serving = Serving(
+        adapter,
+        config.model_config.get_vocab_size(),
+        limits,
+        ahead=ahead,
+        home=home,
+        last=has_last_layers(),
+        make_hub=make_hub,
+    )
     runner.serving = serving
+    exchange_trees(worker)
     worker.invivo_collect = serving.collect
     worker.invivo_fetch = serving.outbox.fetch
     worker.invivo_drop = serving.outbox.drop
     worker.invivo_discard = serving.discard
     worker.invivo_bring = serving.bring
     worker.invivo_discard_group = serving.discard_group
-    worker.invivo_harvest_begin = sink.begin
+    worker.invivo_harvest_begin = partial(sink.begin, home=home)
     worker.invivo_harvest_end = sink.end
     worker.invivo_check_integrity = serving.check_integrity

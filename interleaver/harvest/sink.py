@@ -7,6 +7,7 @@ what travels with a prompt is its number and its tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import msgspec
@@ -25,14 +26,42 @@ from .writer import Writer
 
 Tokens: TypeAlias = "npt.NDArray[Any]"
 
-_writers: dict[str, Writer] = {}
+_writers: dict[str, Writer | _Reader] = {}
 _choices = msgspec.msgpack.Decoder(tuple[Choice, ...])
 _samples = port_at("", SAMPLES)
 
 
-def begin(plan: bytes) -> str:
-    """Open the writer of a harvest; says why it cannot be, or nothing. (Calls into an engine lose exceptions.)"""
+class _Reader:
+    """Stands for the writer where another process writes what this one only reads with it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    @contextmanager
+    def place(self, rows: int) -> Iterator[_Reader]:
+        """See `Writer`."""
+        yield self
+
+    def put(self, *given: object) -> None:
+        """See `Place`."""
+
+    fill = put
+
+    def close(self) -> None:
+        """See `Writer`."""
+
+
+def begin(plan: bytes, *, home: bool = True) -> str:
+    """Open the writer of a harvest; says why it cannot be, or nothing. (Calls into an engine lose exceptions.)
+
+    Args:
+        plan: the encoded plan.
+        home: this process writes; of several that run the same blocks only one does.
+    """
     decoded = msgspec.msgpack.decode(plan, type=Plan)
+    if not home:
+        _writers[decoded.run] = _Reader(decoded)
+        return ""
     try:
         _writers[decoded.run] = Writer(decoded)
     except (MisuseError, OSError) as error:
@@ -92,7 +121,7 @@ def take(run: str, number: int, prompt: bytes) -> None:
         place.fill(number, prompt, torch.from_numpy(given[chosen]), torch.from_numpy(chosen))
 
 
-def _take_steps(writer: Writer, number: int, prompt: bytes, given: Tokens, chosen: Tokens) -> None:
+def _take_steps(writer: Writer | _Reader, number: int, prompt: bytes, given: Tokens, chosen: Tokens) -> None:
     """As `take`, with the rows of generated tokens: how many there will be is known at the end."""
     session, plan = active.session("a harvest"), writer.plan
     pieces: list[list[torch.Tensor]] = [[] for _ in plan.columns]

@@ -287,8 +287,10 @@ def test_engine_arguments_that_traces_cannot_have() -> None:
     path = str(smollm2_path())
     with pytest.raises(MisuseError, match=r"unknown engine argument `max_model_length`\. Did you mean `max_model_len`"):
         VLLM(path, max_model_length=3)
-    with pytest.raises(UnsupportedError, match="one worker only"):
-        VLLM(path, tensor_parallel_size=2)
+    with pytest.raises(UnsupportedError, match="several engines of one model for asynchronous callers only"):
+        VLLM(path, data_parallel_size=2)
+    with pytest.raises(UnsupportedError, match="not tried with this executor"):
+        VLLM(path, tensor_parallel_size=2, distributed_executor_backend="ray")
     with pytest.raises(UnsupportedError, match="needs its own scheduler"):
         VLLM(path, scheduler_cls="some.where.Scheduler")
 

@@ -13,8 +13,11 @@ from support.processes import descendants, finish, start_script, still_there
 pytestmark = pytest.mark.engine
 
 SCRIPT = """\
+import signal
+
 from invivo import VLLM
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 model = VLLM({path!r}, mode={mode!r}, **{engine!r})
 try:
     with model.trace([17, 31, 5], max_tokens=1):

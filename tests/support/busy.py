@@ -125,6 +125,19 @@ def run_together(model: Any, requests: list[One]) -> list[Member]:
     return batch.run()
 
 
+def preemptions(scheduler: Any, patch: pytest.MonkeyPatch) -> list[str]:
+    """The requests that a scheduler preempts from now on."""
+    found: list[str] = []
+    preempt = scheduler._preempt_request
+
+    def noted(request: Any, *args: Any, **kwargs: Any) -> None:
+        found.append(request.request_id)
+        preempt(request, *args, **kwargs)
+
+    patch.setattr(scheduler, "_preempt_request", noted)
+    return found
+
+
 def values_of(member: Member) -> list[torch.Tensor]:
     """All tensors that its block saved, in order."""
     return [tensor for value in member.saves.get("seen", []) for tensor in tensors(value)]

@@ -117,6 +117,11 @@ RECIPES: Mapping[str, Recipe] = {
 
 FAMILIES = tuple(RECIPES)
 
+SPLIT_RECIPES: Mapping[str, Recipe] = {
+    "llama with one key-value head": Recipe("LlamaConfig", _decoder(hidden_size=128, num_key_value_heads=1)),
+}
+"""Further ones, for models that are split."""
+
 
 def default_folder() -> Path:
     """Where checkpoints are kept between test sessions: `invivo/tiny` in the user's cache folder."""
@@ -136,7 +141,8 @@ def tiny_checkpoint(family: str, *, tokenizer: Path | None = None, folder: Path 
     Raises:
         KeyError: Unknown family.
     """
-    recipe = RECIPES[family]
+    recipe = RECIPES[family] if family in RECIPES else SPLIT_RECIPES[family]
+    family = family.replace(" ", "-")
     suffix = "text" if tokenizer is not None else "ids"
     key = zlib.crc32(repr((recipe, DRAWING_VERSION)).encode())
     target = (folder or default_folder()) / f"{family}-{key:08x}-{suffix}"

@@ -28,9 +28,9 @@ HEAVY = ("torch", "vllm", "transformers", "numpy", "cloudpickle", "msgspec", "ri
 PUBLIC = """
     Activations BlockError CaptureError EngineClosedError EngineDiedError ForeignError InternalError InvivoError
     InvivoWarning InvokeError LimitError Local MemoryLimitError MisuseError OutsideBlockError PortError
-    PortNotReachedError PortPassedError PreemptedError PromptError SamplingError SaveError SaveLimitError StepError
-    TimeLimitError TransferError UnknownNameError UnsupportedError VLLM VersionError WriteError __version__ errors
-    harvest save
+    PortNotReachedError PortPassedError PreemptedError PromptError RanksError SamplingError SaveError SaveLimitError
+    StepError TimeLimitError TransferError UnknownNameError UnsupportedError VLLM VersionError WriteError __version__
+    errors harvest save
 """.split()
 
 

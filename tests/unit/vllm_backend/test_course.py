@@ -31,8 +31,12 @@ class Llm:
         self.collectors: dict[int, Collector] = {}
         self.refuses = refuses
 
-    async def begin(self, collector: Collector, prompt: Prompt, params: SamplingParams) -> None:
+    def least_busy(self) -> int:
+        return 3
+
+    async def begin(self, collector: Collector, prompt: Prompt, params: SamplingParams, engine: int) -> None:
         await asyncio.sleep(0)
+        assert engine == 3, "all requests of a trace go to one engine"
         index = int(collector.request_id.partition("-")[0])
         if index == self.refuses:
             raise VLLMValidationError("no")
@@ -42,8 +46,9 @@ class Llm:
     async def abort(self, ids: list[str], internal: bool) -> None:
         self.log.append("abort " + " ".join(one.partition("-")[0] for one in ids))
 
-    async def collective_rpc(self, method: str, timeout: object, args: tuple[Any, ...]) -> list[bytes]:
+    async def collective_rpc(self, method: str, timeout: object, args: tuple[Any, ...], *, engine: int) -> list[bytes]:
         await asyncio.sleep(0)
+        assert engine == 3 or not self.collectors
         self.log.append(f"{method.removeprefix('invivo_')} {args[0]}")
         return [f"reply {args[0]}".encode()]
 

@@ -35,6 +35,7 @@ class Worker:
         self.hub = Hub(self.module)
         self.envoy: Any = RootEnvoy(self.hub.tree, "")
         self.traces = Traces(Outbox())
+        self.now = 0.0
 
     def add(self, name: str, body: Callable[[Any, Mediator], dict[str, object]], group: str | None = None) -> Mediator:
         mediator = Mediator(self.hub.tree, Turns(0, None), lambda mediator: body(self.envoy, mediator))
@@ -57,7 +58,7 @@ class Worker:
         }
 
     def leave(self, *requests: str) -> None:
-        self.traces.leave(set(requests), self.hub)
+        self.traces.leave(set(requests), self.hub, self.now)
 
 
 def ends(envoy: Any, mediator: Mediator) -> dict[str, object]:
@@ -127,18 +128,16 @@ def test_only_the_last_value_of_a_streaming_loop_is_held() -> None:
     worker.hub.remove("a")
 
 
-def test_traces_that_nobody_fetches_are_forgotten_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(traces, "monotonic", lambda: now)
+def test_traces_that_nobody_fetches_are_forgotten_in_time() -> None:
     worker = Worker()
     for name in ("a", "b"):
         worker.add(name, goes_on)
     worker.step("a", "b")
     worker.leave("a")
-    now = traces.KEPT_SECONDS
+    worker.now = traces.KEPT_SECONDS
     worker.leave()
     assert len(worker.traces) == 2
-    now += 1
+    worker.now += 1
     worker.leave()
     assert len(worker.traces) == 1
     assert worker.hub.mediators.keys() == {"b"}
@@ -148,20 +147,18 @@ def test_traces_that_nobody_fetches_are_forgotten_in_time(monkeypatch: pytest.Mo
     worker.hub.check_integrity()
 
 
-def test_blocks_of_a_trace_are_kept_while_others_of_it_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(traces, "monotonic", lambda: now)
+def test_blocks_of_a_trace_are_kept_while_others_of_it_run() -> None:
     worker = Worker()
     for name in ("a", "b"):
         worker.add(name, goes_on, "group")
     worker.step("a", "b")
     worker.leave("a")
     for _ in range(3):
-        now += traces.KEPT_SECONDS
+        worker.now += traces.KEPT_SECONDS
         worker.leave()
     worker.leave("b")
     assert len(worker.traces) == 2
-    now += traces.KEPT_SECONDS + 1
+    worker.now += traces.KEPT_SECONDS + 1
     worker.leave()
     assert not worker.traces
     worker.hub.check_integrity()

@@ -1,0 +1,87 @@
+"""A block of one pipeline stage; see `stages.py`."""
+
+from __future__ import annotations
+
+from ..envoy.address import Port, port_at
+from .mediator import Mediator
+from .modes import Outside
+from .stages import CALL, Entry, Script
+from .values import Held, Passing
+from .waits import EndWait, StepWait, Wait
+
+
+class StagedMediator(Mediator):
+    """A mediator that goes over what its block has read in other stages.
+
+    Attributes:
+        script: what it reads in this and other stages.
+    """
+
+    script: Script
+    _at: Entry | None = None
+    """What was noted of the port that it is at."""
+
+    def at_port(self, port: Port, held: Held, outside: Outside) -> None:
+        """See `Mediator`."""
+        self._at = self.script.note(port, held.value)
+        super().at_port(port, held, outside)
+
+    def told(self, port: Port) -> None:
+        """Its turn when it is told what a later stage has read at the port that it waits for."""
+        try:
+            entry = self.script.next(port)
+        except Exception as error:
+            self.fail(error)
+            return
+        assert entry is not None, "there is something to tell"
+        self._take(port, entry)
+        self._turn(None)
+
+    def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """See `Mediator`; where another stage has the module, its result comes from there."""
+        port = port_at(address, CALL)
+        if (entry := self.script.next(port)) is not None:
+            return entry.value
+        if not self.script.places.here(address):
+            before = self.port, self.held, self._at
+            self.hand_over(port)
+            result = self.held.value  # type: ignore[union-attr]  # it was told
+            self.port, self.held, self._at = before
+            return result
+        result = super().call(address, args, kwargs)
+        self.script.note(port, result)
+        return result
+
+    def hand_over(self, wait: Wait) -> object:
+        """See `Mediator`."""
+        self._depart()
+        if isinstance(wait, StepWait | EndWait):
+            self.script.check_over(ends=False)
+        return super().hand_over(wait)
+
+    def _go(self, port: Port) -> None:
+        if not self._ended:
+            self._turns.check()
+            self._depart()
+            if (entry := self.script.next(port)) is not None:
+                self._take(port, entry)
+                return
+        super()._go(port)
+
+    def _take(self, port: Port, entry: Entry) -> None:
+        """Be at a port of another stage."""
+        held = Held(entry.value, None, None, Passing(entry.value, port))
+        self.port, self.held, self._at = port, held, entry
+
+    def _leave_last(self) -> None:
+        self._depart()
+        self.script.check_over(ends=True)
+
+    def _depart(self) -> None:
+        """See what it has changed at its port, here and in the stage that has the port."""
+        if self.held is None or self._at is None:
+            return
+        self.held.settle()
+        if self.held.changed is not None:
+            self.edited = self.edited or (self.port is not None and not self.port.of_step)
+        self.script.leave(self._at, self.held.changed or ())

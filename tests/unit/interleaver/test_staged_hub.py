@@ -1,0 +1,328 @@
+"""Two stages of a toy model in one process: what their blocks read, write and are told, and where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from invivo.envoy.address import LOGITS, port_at
+from invivo.envoy.envoy import RootEnvoy
+from invivo.envoy.errors import PortPassedError, RanksError
+from invivo.envoy.tree import ModuleTree
+from invivo.interleaver.mediator import Mediator
+from invivo.interleaver.modes import Turns
+from invivo.interleaver.staged_hub import StagedHub
+from invivo.interleaver.stages import Places
+from invivo.interleaver.windows import shares
+
+ROWS = 3
+Body = Callable[[Any, Mediator, int], dict[str, object]]
+
+
+class PPMissingLayer(torch.nn.Identity):
+    """What vLLM puts in the place of a layer of another stage."""
+
+
+class Part(torch.nn.Module):
+    """Two of four layers; each doubles what it gets."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.own = range(2 * stage, 2 * stage + 2)
+        self.layers = torch.nn.ModuleList(Double() if at in self.own else PPMissingLayer() for at in range(4))
+        self.head = Double() if stage else PPMissingLayer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for at in self.own:
+            x = self.layers[at](x)
+        return x
+
+
+class Double(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+class Stages:
+    """One stage as another one sees it: its messages are kept."""
+
+    size = 2
+
+    def __init__(self, rank: int, said: dict[int, object]) -> None:
+        self.rank = rank
+        self._said = said
+
+    def gather(self, tensor: torch.Tensor, port: object = None) -> list[torch.Tensor]:
+        raise AssertionError("stages exchange no tensors")
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        raise AssertionError("nor numbers")
+
+    def exchange_any(self, value: object) -> list[Any]:
+        self._said[self.rank] = value
+        return [self._said.get(number) for number in range(2)]
+
+
+class Pipeline:
+    """Both stages; a body is given the model, its mediator and the number of the stage that it runs in."""
+
+    def __init__(self) -> None:
+        self.models = [Part(stage) for stage in range(2)]
+        trees = [ModuleTree.of(model).modules for model in self.models]
+        said: dict[int, object] = {}
+        self.hubs: list[StagedHub] = []
+        for stage, model in enumerate(self.models):
+            hub = StagedHub(model)
+            hub.set_stage(model, Places(stage, trees), Stages(stage, said))
+            self.hubs.append(hub)
+        self.back: dict[str, bytes] = {}
+        self.computed: dict[str, int] = {}
+
+    def add(self, request: str, body: Body) -> tuple[Mediator, Mediator]:
+        found = []
+        for stage, hub in enumerate(self.hubs):
+            envoy: Any = RootEnvoy(hub.tree, "")
+            mediator = Mediator(hub.tree, Turns(0, None), lambda own, envoy=envoy, stage=stage: body(envoy, own, stage))
+            hub.add(request, mediator, 10)
+            found.append(mediator)
+        self.computed[request] = 0
+        return found[0], found[1]
+
+    def step(self) -> torch.Tensor:
+        names = [*self.computed]
+        rows = [1 if self.computed[name] else ROWS for name in names]
+        starts = [sum(rows[:at]) for at in range(len(rows) + 1)]
+        split = shares(names, starts, [*self.computed.values()], [ROWS] * len(names), starts[-1])
+        x = torch.ones(starts[-1], 2)
+        first, last = self.hubs
+        with torch.inference_mode():
+            first.hear_back(self.back)
+            first.begin(split)
+            x = self.models[0](x)
+            first.forward_done()
+            first.finish_step()
+            last.hear(first.tell())
+            last.begin(split)
+            x = self.models[1](x)
+            last.forward_done()
+            logits = last.fire(port_at("", LOGITS), x[[end - 1 for end in starts[1:]]])
+            last.finish_step()
+        self.back = last.tell_back()
+        for name, count in zip(names, rows, strict=True):
+            self.computed[name] += count
+        return x if logits is None else torch.cat([x, logits])  # type: ignore[list-item]
+
+    def end(self, request: str) -> None:
+        for hub in reversed(self.hubs):
+            hub.meet_at_end(request)
+        for hub in self.hubs:
+            with torch.inference_mode():
+                hub.end(request, None)
+            hub.remove(request)
+            hub.check_integrity()
+
+    def failure_of(self, body: Body, steps: int = 1) -> BaseException | None:
+        """What ends a block in the last stage, where its reply is made."""
+        _, last = self.add("a", body)
+        for _ in range(steps):
+            self.step()
+        failure = last.failure
+        self.end("a")
+        return failure
+
+
+def test_reads_and_edits_in_both_stages_are_as_in_one() -> None:
+    pipeline = Pipeline()
+
+    def body(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+        early = model.layers[0].output
+        early[0] += 1
+        late = model.layers[2].output
+        late[1] = 0
+        return {"early": early, "late": late, "all": model.layers[3].output}
+
+    first, last = pipeline.add("a", body)
+    out = pipeline.step()
+    expected = torch.full((ROWS, 2), 16.0)
+    expected[0] += 8
+    expected[1] = 0
+    assert torch.equal(out, expected)
+    assert last.scope["early"].tolist() == [[3, 3], [2, 2], [2, 2]]  # type: ignore[attr-defined]
+    assert torch.equal(last.scope["all"], expected)  # type: ignore[arg-type]
+    assert first.edited and last.edited
+    pipeline.end("a")
+    assert torch.equal(first.scope["all"], expected)  # type: ignore[arg-type]  # it has been told
+
+
+def test_later_steps_know_what_later_stages_read() -> None:
+    pipeline = Pipeline()
+
+    def body(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+        late = None
+        for _ in mediator.tracer.iter[:]:
+            if late is not None:
+                model.layers[1].output += late[-1]
+            late = model.layers[3].output
+        return {"late": late}
+
+    _, last = pipeline.add("a", body)
+    assert pipeline.step()[-1, 0] == 16
+    assert pipeline.step()[-1, 0] == (4 + 16) * 4
+    assert pipeline.step()[-1, 0] == (4 + 80) * 4
+    pipeline.end("a")
+    assert last.failure is None and last.scope["late"].tolist() == [[336, 336]]  # type: ignore[attr-defined]
+
+
+def writes(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+    model.layers[0].output[0] += stage
+    return {"seen": model.layers[2].output}
+
+
+def writes_last(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+    model.layers[0].output[0] += stage
+    return {}
+
+
+def reads_more(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+    model.layers[0].output
+    if stage == 0:
+        model.layers[1].output
+    return {}
+
+
+def reads_more_in_a_loop(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+    for _ in mediator.tracer.iter[:]:
+        reads_more(model, mediator, stage)
+    return {}
+
+
+def reads_others(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+    model.layers[stage].output
+    return {"seen": model.layers[2].output}
+
+
+def ends(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+    model.layers[0].output
+    if stage == 0:
+        return {}
+    return {"seen": model.layers[2].output}
+
+
+def stops(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+    for _ in mediator.tracer.iter[:]:
+        model.layers[0].output
+        if stage == 0:
+            mediator.tracer.stop()
+    return {}
+
+
+def changes_after_a_call(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+    value = model.layers[1].output
+    model.head(value)
+    value[0] = 7
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (writes, r"wrote at layers\.0\.output in stage 0"),
+        (writes_last, r"wrote at layers\.0\.output in stage 0"),
+        (reads_more, r"asked for layers\.1\.output in stage 0"),
+        (reads_more_in_a_loop, r"asked for layers\.1\.output in stage 0"),
+        (reads_others, r"asked for layers\.1\.output, and for layers\.0\.output at the same place in stage 0"),
+        (ends, r"has ended in an earlier stage of the pipeline, and in stage 1 it asks for layers\.2\.output"),
+        (stops, r"has ended in an earlier stage of the pipeline, and in stage 1 it goes on"),
+        (changes_after_a_call, r"change the value before that call"),
+    ],
+)
+def test_a_block_that_differs_between_stages_is_an_error(body: Body, text: str) -> None:
+    failure = Pipeline().failure_of(body)
+    assert failure is not None
+    with pytest.raises(RanksError, match=text):
+        raise failure
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_an_exception_in_one_stage_only(wraps: bool) -> None:
+    def body(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+        for _ in mediator.tracer.iter[:]:
+            model.layers[0].output
+            if stage == 0:
+                raise KeyError("mine")
+            if wraps:
+                return {}
+        return {}
+
+    failure = Pipeline().failure_of(body)
+    assert type(failure) is KeyError and failure.args == ("mine",)
+
+
+def test_both_stages_stop() -> None:
+    pipeline = Pipeline()
+
+    def body(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+        for step in mediator.tracer.iter[:]:
+            model.layers[0].output
+            if step == 1:
+                mediator.tracer.stop()
+        return {}
+
+    first, last = pipeline.add("a", body)
+    pipeline.step()
+    pipeline.step()
+    assert first.stopped and last.stopped and last.failure is None
+    pipeline.end("a")
+
+
+def test_a_call_of_a_later_module_leaves_the_port_as_it_is() -> None:
+    pipeline = Pipeline()
+
+    def body(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+        seen = []
+        for _ in mediator.tracer.iter[:]:
+            value = model.layers[1].output
+            value[-1] = 5
+            seen.append(model.head(value)[-1])
+            assert model.layers[1].output is value
+            seen.append(model.layers[2].output[-1])
+        return {"seen": seen}
+
+    _, last = pipeline.add("a", body)
+    for _ in range(2):
+        assert pipeline.step()[-1, 0] == 20
+    pipeline.end("a")
+    assert last.failure is None
+    assert [one.tolist() for one in last.scope["seen"]] == [[10, 10]] * 4  # type: ignore[attr-defined]
+
+
+def test_an_early_port_after_a_late_one() -> None:
+    def body(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+        model.layers[3].output
+        model.layers[0].output
+        return {}
+
+    failure = Pipeline().failure_of(body)
+    assert type(failure) is PortPassedError and "an earlier stage" in str(failure)
+
+
+def test_a_value_that_cannot_be_sent_ends_the_blocks_and_not_the_engine() -> None:
+    pipeline = Pipeline()
+
+    class Odd:
+        def __reduce__(self) -> Any:
+            raise TypeError("not this one")
+
+    def body(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+        model.layers[0].output
+        mediator.script.read[-1].value = Odd()  # type: ignore[attr-defined]
+        model.layers[2].output
+        return {}
+
+    _, last = pipeline.add("a", body)
+    pipeline.step()
+    assert last.failure is not None and "not this one" in str(last.failure)
+    pipeline.end("a")
