@@ -26,7 +26,6 @@ from .values import map_tensors, tensors_of
 if TYPE_CHECKING:
     from ..envoy.address import Port
     from .calls import ModuleCall
-    from .mediator import Mediator
     from .windows import Share
 
 _MOST_BYTES = 16 << 20
@@ -55,19 +54,11 @@ class DeferringHub(Hub):
         self.repeated = 0
         self._number = 0
         self._asked: dict[Port, int] = {}
-        self._replaced: set[Port] = set()
         self._first_turns = False
         self._pause = 0
         self._next_pause = 1
-        self._tap: Callable[[Port, object], object] = self._serve_now
+        self._tap: Callable[[Port, object], object] = super().fire
         self._guess(frozenset())
-
-    def remove(self, request: str) -> Mediator | None:
-        """See `Hub`."""
-        removed = super().remove(request)
-        if not self.mediators:
-            self._replaced.clear()
-        return removed
 
     def begin(self, shares: Mapping[str, Share], without: Collection[str] = ()) -> None:
         """See `Hub`."""
@@ -94,12 +85,6 @@ class DeferringHub(Hub):
             self.give_up(error)
             return None
 
-    def _serve_now(self, port: Port, value: object) -> object:
-        replaced = super().fire(port, value)
-        if replaced is not None:
-            self._replaced.add(port)
-        return replaced
-
     def _guess(self, kept: frozenset[Port]) -> None:
         self._kept = kept  # ports whose blocks have their turns late
         self._passed: list[tuple[Port, object]] = []  # the ports that have fired, with the copies that are kept
@@ -117,7 +102,7 @@ class DeferringHub(Hub):
             self._pause -= 1
             return frozenset()
         self._asked = {port: last for port, last in self._asked.items() if self._number - last <= _REMEMBERED}
-        kept = self._asked.keys() - self._replaced
+        kept = self._asked.keys() - self.replaced
         return frozenset() if kept.isdisjoint(self._waiting) else frozenset(kept)
 
     def _run(self, forward: Callable[[], object]) -> object:
@@ -136,7 +121,7 @@ class DeferringHub(Hub):
             else:
                 self._next_pause = 1
         finally:
-            self._tap = self._serve_now
+            self._tap = super().fire
             self._guess(frozenset())
         return output
 
@@ -153,7 +138,7 @@ class DeferringHub(Hub):
             self._kept = frozenset()
         replaced: object = None
         if (port in self._asked or port in self._waiting) and self._catch_up(port) and port in self._waiting:
-            replaced = self._serve_now(port, value)
+            replaced = super().fire(port, value)
             self._left.append(replaced)
         self._passed.append((port, _NOTHING))
         return replaced
@@ -172,7 +157,7 @@ class DeferringHub(Hub):
             replaced: object = None
             if value is not _NOTHING:
                 self._pending[port] -= 1
-                replaced = self._serve_now(port, value)
+                replaced = super().fire(port, value)
             self._left.append(replaced)
             self._guessed_wrong = replaced is not None or self._gone_by(now)
         return not self._guessed_wrong
@@ -191,7 +176,7 @@ class DeferringHub(Hub):
         """A port fires in the second run."""
         at = self._repeats
         if at == len(self._left):
-            return self._serve_now(port, value)
+            return super().fire(port, value)
         if self._passed[at][0] is not port:
             return None  # it has a hook only since it was asked for, which was further on
         self._repeats += 1
