@@ -28,9 +28,10 @@ class Envoy:
     _tree: ModuleTree
     _address: str
     _root: Envoy
+    _known: dict[int | str, Envoy]
 
     def __init__(self, tree: ModuleTree, address: str, root: Envoy | None = None) -> None:
-        vars(self).update(_tree=tree, _address=address, _root=root if root is not None else self)
+        vars(self).update(_tree=tree, _address=address, _root=root if root is not None else self, _known={})
 
     @property
     def address(self) -> str:
@@ -91,7 +92,10 @@ class Envoy:
     def __getattr__(self, name: str) -> Envoy:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return Envoy(self._tree, self._tree.child(self._address, name), self._root)
+        child = self._known.get(name)
+        if child is None:
+            child = self._known[name] = Envoy(self._tree, self._tree.child(self._address, name), self._root)
+        return child
 
     def __setattr__(self, name: str, value: object) -> None:
         if name.startswith("_") or name in self._writable():
@@ -114,7 +118,12 @@ class Envoy:
             return [self[index] for index in range(*key.indices(len(self)))]
         if isinstance(key, str):
             return Envoy(self._tree, self._tree.child(self._address, key), self._root)
-        return Envoy(self._tree, self._tree.item(self._address, key), self._root)
+        child = self._known.get(key) if type(key) is int else None
+        if child is None:
+            child = Envoy(self._tree, self._tree.item(self._address, key), self._root)
+            if type(key) is int:
+                self._known[key] = child
+        return child
 
     def __len__(self) -> int:
         return len(self._tree.numbered(self._address))

@@ -58,6 +58,7 @@ class ModuleTree:
         self.order: tuple[Port, ...] = ()
         self.places: Mapping[Port, tuple[int, ...]] = {}
         self._numbered: dict[str, tuple[str, ...]] = {}
+        self._learned: Learned | None = None
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> ModuleTree:
@@ -71,6 +72,9 @@ class ModuleTree:
 
     def learn(self, learned: Learned) -> None:
         """Take over the order and shapes of a recorded forward."""
+        if learned == self._learned:
+            return
+        self._learned = learned
         self.order = tuple(port_at(*port) for port in learned.order)
         self.shapes = dict(learned.shapes)
         places: dict[Port, list[int]] = {}

@@ -103,6 +103,11 @@ class Member:
         """The tensors that the block has captured."""
         return together(payload.tensors, self._groups.common(self._group))
 
+    @property
+    def alone(self) -> bool:
+        """Whether the block shares nothing with others that they could tell the order of their turns from."""
+        return not (self._group.shared or self._group.takes or self._group.barriers)
+
     # --- shared objects
 
     def load(self, read: Read) -> None:

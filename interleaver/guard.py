@@ -118,6 +118,11 @@ class Guard:
         if self.error is not None:
             raise self.kind
 
+    @property
+    def long(self) -> bool:
+        """The turn has lasted so long that the watchdog has seen it."""
+        return self.seen is not None and self.seen.number == self.number
+
     def end(self, block: greenlet.greenlet, error: BaseException) -> None:
         """End a block from outside."""
         self.error = self.error or error

@@ -8,7 +8,7 @@ all blocks with `InternalError`, and the forward goes on untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 from functools import partial
 from operator import attrgetter
 from threading import get_ident
@@ -18,6 +18,7 @@ import torch
 from ..envoy.address import SAMPLES, Port
 from ..envoy.errors import InternalError, LimitError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
+from .blocks import Blocks
 from .calls import Calls, ModuleCall
 from .generator import SEAT, Draws
 from .hooks import Hooks
@@ -26,6 +27,7 @@ from .meetings import Meetings
 from .modes import Outside
 from .place import Place, not_reached
 from .recorder import Recorder
+from .supply import Supply
 from .values import Change, Held, Passing, copies, put_rows
 from .waits import BarrierWait, EndWait, StepWait
 from .windows import Share, broken
@@ -34,7 +36,7 @@ _index = attrgetter("index")
 _rows, _last = attrgetter("share.rows"), attrgetter("share.last")
 
 
-class Hub:
+class Hub(Blocks):
     """The blocks that run on one model.
 
     Args:
@@ -44,28 +46,22 @@ class Hub:
 
     Attributes:
         tree: the model's modules, with the order once learned.
-        mediators: the blocks by request.
-        ended: requests whose block ended them (by an exception or `stop`) and that the engine has yet to end.
-        edited: requests whose block changed what the model computes; the engine takes them out once they are gone.
         served: ports of modules that were waited for when they fired in this step.
+        replaced: ports of modules at which some block has put something else, since no block was there.
         learned: order and shapes of the ports, once a step was recorded.
         calls: modules that run for a block or the engine, with no port firing.
     """
 
     def __init__(self, model: torch.nn.Module, call: ModuleCall | None = None, *, compiled: bool = False) -> None:
+        super().__init__()
         self.tree = ModuleTree.of(model)
-        self.mediators: dict[str, Mediator] = {}
-        self.ended: set[str] = set()
-        self.edited: set[str] = set()
         self.served: set[Port] = set()
-        self._grouped: dict[str, Mediator] = {}
-        self._done: set[str] = set()
+        self.replaced: set[Port] = set()
         self._compiled = compiled
         self._draws = Draws(model)
         self._hooks = Hooks(model, self.fire)
         self.calls = Calls(self._hooks.module, call)
         self._vocabulary: int | None = None
-        self._waiting: dict[Port, list[Mediator]] = {}
         self._firing: list[Mediator] = []
         self._meetings = Meetings(self._turn)
         self._shares: Mapping[str, Share] = {}
@@ -102,6 +98,7 @@ class Hub:
             SEAT.leave()
         if not self.mediators:
             self._hooks.clear()
+            self.replaced.clear()
         return mediator
 
     def left(self, request: str) -> None:
@@ -118,31 +115,17 @@ class Hub:
         self._guarded(lambda: self._meetings.see_end(mediator))
         SEAT.leave()
 
-    @property
-    def held(self) -> frozenset[str]:
-        """Requests whose block waits at a barrier: the engine must not go on with them."""
-        return frozenset(key for key, mediator in self._grouped.items() if isinstance(mediator.wait, BarrierWait))
-
-    def take_done(self) -> frozenset[str]:
-        """Requests that go on, and whose blocks have come to need no more steps since this was last asked."""
-        done, self._done = frozenset(self._done), set()
-        return done
-
     def check_integrity(self) -> None:
         """Assert that nothing is left behind when no request is running.
 
         Raises:
             InternalError: it names what is left.
         """
-        left = {
-            "hooks": len(self._hooks),
-            "blocks": len(self.mediators),
-            "waiting ports": len(self._waiting),
-            "requests to end": len(self.ended),
-            "steps": len(self._steps),
-        }
-        if any(left.values()):
-            raise InternalError(f"left behind by an idle model: { ({k: v for k, v in left.items() if v}) }.")
+        kept: dict[str, Sized] = {"hooks": self._hooks, "blocks": self.mediators, "waiting ports": self._waiting}
+        kept |= {"requests to end": self.ended, "steps": self._steps}
+        left = {name: len(things) for name, things in kept.items() if len(things)}
+        if left:
+            raise InternalError(f"left behind by an idle model: {left}.")
 
     # --- one step
 
@@ -171,21 +154,16 @@ class Hub:
         """The blocks of these requests get their turn at the beginning of the step that has begun."""
         present = [request for request in requests if request in self.mediators]
         present.sort(key=lambda request: self.mediators[request].index)  # blocks of one trace, in their order
+        outside = Outside()
         for request in present:
-            self._guarded(partial(self._begin, request, self._shares[request]))
+            self._guarded(partial(self._begin, request, self._shares[request], outside))
         if self._place.sampling:
             SEAT.leave()
         return present
 
-    @property
-    def needs_modules(self) -> bool:
-        """Whether a block waits for a module in this step. If not, the forward may run without hooks."""
-        return any(not port.of_step for port in self._waiting)
-
-    @property
-    def wanted(self) -> list[Port]:
-        """Ports of modules that blocks wait for."""
-        return [port for port in self._waiting if not port.of_step]
+    def run(self, forward: Callable[[], object]) -> object:
+        """Run the forward of a step, in which blocks have their turns at modules."""
+        return forward()
 
     def pad(self, total: int) -> None:
         """The tensors of this step have `total` rows, some of them behind those of all requests."""
@@ -213,9 +191,11 @@ class Hub:
             return None
         if self._recorder is not None and not port.of_step:
             self._recorder.note(port, value, self._rows())
-        waiting = self._waiting.pop(port, None)
+        waiting, supply = self._waiting.pop(port, None), self._place.supply
         if waiting is None:
-            return None
+            if supply is None or supply.at not in supply.edits:
+                return None
+            waiting = []
         self._place.at(port)
         if not port.of_step:
             self.served.add(port)
@@ -225,14 +205,34 @@ class Hub:
         self._firing, self._place.firing = waiting, True
         try:
             changes = self._serve(waiting, port, value)
+            if supply is not None:
+                changes += supply.edits.pop(supply.at, ())
             if changes:
                 replaced = put_rows(value, changes, port)
+                self.replaced.add(port)
         except Exception as error:
             self.give_up(error)
         self._firing, self._place.firing = [], False
         if self._draws.may or self._place.sampling:
             SEAT.leave()
         return replaced
+
+    def supply(self, supply: Supply, late: Iterable[str] = ()) -> None:
+        """The forward has passed some ports, and the blocks that wait there have their turns now, until `end_supply`.
+
+        Args:
+            supply: what has passed. Each of its ports has to `fire`, in order.
+            late: requests whose blocks have yet to begin the step.
+        """
+        shares = {self.mediators[request]: self._shares[request] for request in late if request in self.mediators}
+        self._guarded(partial(supply.begin, self._waiting, shares))
+        self._place.supply = supply
+
+    def end_supply(self) -> None:
+        """All of them have fired, or the forward runs again."""
+        if self._place.supply is not None:
+            self._place.supply.end()
+        self._place.supply = None
 
     def finish_step(self) -> None:
         """The step is over: blocks that still wait for one of its ports get an error. Hooks stay for the next step."""
@@ -268,20 +268,9 @@ class Hub:
         self._draws.forget()
         self._place.order = self.tree.places
 
-    def give_up(self, error: Exception) -> None:
-        """End every block with an `InternalError` that stands for `error`."""
-        problem = error if isinstance(error, InternalError) else InternalError(f"{type(error).__name__}: {error}")
-        problem.__cause__ = error if problem is not error else None
-        for request, mediator in self.mediators.items():
-            if not mediator.done:
-                mediator.drop(problem)
-                self.ended.add(request)
-        self._waiting.clear()
-        SEAT.leave()
-
     # --- inside
 
-    def _begin(self, request: str, share: Share) -> None:
+    def _begin(self, request: str, share: Share, outside: Outside) -> None:
         mediator = self.mediators[request]
         if mediator.done and not mediator.edited:
             return
@@ -311,7 +300,7 @@ class Hub:
         if mediator.wait is None:
             self._turn(mediator, mediator.go_on)
         elif isinstance(mediator.wait, StepWait) and mediator.wait.step == expected:
-            self._turn(mediator, lambda: mediator.at_step(expected))
+            self._turn(mediator, lambda: mediator.at_step(expected, outside))
 
     def _end_with(self, mediator: Mediator, request: str, error: Exception) -> None:
         if not mediator.done and mediator.wait is not None:
@@ -326,12 +315,14 @@ class Hub:
         window_of = _last if self._place.sampling else _rows
         changes: list[Change] = []
         outside, passing = Outside(), Passing(value, port)
+        place, supply = self._place, self._place.supply
+        number = place.number
         served = 0
         while batch := waiting[served:]:
             served += len(batch)
             windows = [*map(window_of, batch)]
             try:
-                made, versions = copies(value, windows, port)
+                made, versions = supply.copies(batch, windows) if supply is not None else copies(value, windows, port)
             except UnsupportedError as error:
                 for mediator in batch:
                     self._turn(mediator, partial(mediator.fail, error))
@@ -341,6 +332,8 @@ class Hub:
                     passing = Passing(value, port, self._vocabulary, mediator.fixed_samples)
                 held = Held(copy, versions, window, passing)
                 mediator.at_port(port, held, outside)
+                if mediator.ran_on is not None:
+                    self._come_back(mediator, port, number)
                 wait = mediator.wait
                 others = self._waiting.get(wait) if type(wait) is Port else None
                 if others is not None:  # the usual case, which `_went_on` has too
@@ -359,8 +352,19 @@ class Hub:
 
     def _turn(self, mediator: Mediator, turn: Callable[[], None]) -> None:
         """A block's turn, and what it waits for then."""
+        port, number = self._place.port, self._place.number
         turn()
+        if mediator.ran_on is not None:
+            self._come_back(mediator, port, number)
         self._went_on(mediator)
+
+    def _come_back(self, mediator: Mediator, port: Port | None, number: int) -> None:
+        """A block ran on in its turn. The others are at `port`."""
+        supply = self._place.supply
+        assert supply is not None, "there is nothing else to run on to"
+        self._place.move(port, number)
+        if supply.left(mediator):
+            self.edited.add(mediator.request)
 
     def _went_on(self, mediator: Mediator) -> None:
         """See what a block waits for now."""
@@ -386,14 +390,6 @@ class Hub:
         elif isinstance(port, EndWait):
             self._done.add(mediator.request)
             self._meetings.see_end(mediator)
-
-    def _guarded(self, action: Callable[[], object]) -> object:
-        """Run an action of the hub; its own errors end every block but never the engine."""
-        try:
-            return action()
-        except Exception as error:
-            self.give_up(error)
-            return None
 
     def _rows(self) -> int | None:
         window = next(iter(self._shares.values())).rows

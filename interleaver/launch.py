@@ -76,6 +76,7 @@ def launch(
     mediator = Mediator(tree, Turns(payload.seed, printed, payload.uses), body, limits)
     if member is not None:
         mediator.member, mediator.index, member.mediator = member, member.index, mediator
+        mediator.alone = member.alone
     mediator.line = lambda: _line(payload.block)
     mediator.streamed = Streamed() if payload.streams else None
     return Launched(mediator, payload.block, printed)

@@ -37,6 +37,7 @@ from .modes import Outside, Turns
 from .padding import padded
 from .place import Place
 from .streamed import Streamed
+from .supply import Supply
 from .values import Held
 from .views import Part, view, with_part
 from .waits import WAITS, BarrierWait, CallWait, EndWait, StepWait, Wait
@@ -72,6 +73,9 @@ class Mediator(active.Session):
         fixed_samples: why the request's samples cannot be written; None if they can.
         member: its place among the blocks of its trace; None if it is alone.
         index: the number of that place; blocks at the same port have their turns in this order.
+        alone: it shares nothing with other blocks.
+        habits: the step in which it was last served from a `Supply`, and which of its ports it asked for, by number.
+        ran_on: the place in the supply of the port that it has come to without handing over, and what it holds there.
         streamed: what it streamed in this step; None if nobody listens, and ``stream=True`` is an ordinary save.
         left: its request has left the engine, so no further step comes.
     """
@@ -103,6 +107,9 @@ class Mediator(active.Session):
         self.fixed_samples: str | None = None
         self.member: Member | None = None
         self.index = 0
+        self.alone = True
+        self.habits: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.ran_on: tuple[int, Held] | None = None
         self.streamed: Streamed | None = None
         self.line: Callable[[], int] = lambda: 0
         self.place = Place()
@@ -132,10 +139,10 @@ class Mediator(active.Session):
         self.port, self.held = port, held
         self._turn(None, None, outside)
 
-    def at_step(self, step: int) -> None:
+    def at_step(self, step: int, outside: Outside | None = None) -> None:
         """Its turn at the beginning of the step that it waited for."""
         self.step = step
-        self._turn(True)
+        self._turn(True, None, outside)
 
     def answer(self, wait: CallWait, result: object, error: Exception | None = None) -> None:
         """Its turn when the module that it waited for was called; it is still at its port."""
@@ -349,7 +356,30 @@ class Mediator(active.Session):
             passed = place.passed(port, self.request, self.step)
             if passed is not None:
                 raise PortPassedError(passed)
-        self.hand_over(port)
+        if place.supply is None or not self.alone or not self._run_on(place.supply, port):
+            self.hand_over(port)
+
+    def _run_on(self, supply: Supply, port: Port) -> bool:
+        """Take what has passed at `port`, if it is there, and be there without handing over.
+
+        Not when the port before was edited, which concerns the model, nor in a turn that has lasted long: each has its
+        own limit of time.
+        """
+        guard, held = self._guard, self.held
+        if greenlet.getcurrent() is not self._greenlet or (guard is not None and guard.long):
+            return False
+        self._turns.check()
+        if held is not None:
+            held.settle()
+            if held.changed is not None:
+                return False
+        if guard is not None and (self.saved or guard.error is not None):
+            guard.check(self.saved)
+        held = supply.take(self, port)
+        if held is None:
+            return False
+        self.port, self.held = port, held
+        return True
 
     def _leave_last(self) -> None:
         """See what it has changed at its last port."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ..envoy.address import LOGITS, SAMPLES, Port
 from ..envoy.errors import PortNotReachedError
+
+if TYPE_CHECKING:
+    from .supply import Supply
 
 
 class Place:
@@ -21,9 +25,10 @@ class Place:
         sampling: it is over, and logits and samples come.
         over: the step is over.
         firing: blocks have their turns at the port.
+        supply: what has passed at ports whose blocks have their turns now; None if the forward stands at the port.
     """
 
-    __slots__ = ("firing", "inside", "learned", "number", "order", "over", "port", "requests", "sampling")
+    __slots__ = ("firing", "inside", "learned", "number", "order", "over", "port", "requests", "sampling", "supply")
 
     def __init__(self) -> None:
         self.requests: Collection[str] = ()
@@ -35,11 +40,13 @@ class Place:
         self.sampling = False
         self.over = True
         self.firing = False
+        self.supply: Supply | None = None
 
     def begin(self, requests: Collection[str]) -> None:
         """A step of these requests begins."""
         self.requests, self.number, self.port = requests, -1, None
         self.inside, self.sampling, self.over = True, False, False
+        self.supply = None
 
     def at(self, port: Port) -> None:
         """A port fires."""
@@ -50,6 +57,12 @@ class Place:
                     self.number = number
                     break
 
+    def move(self, port: Port | None, number: int | None) -> None:
+        """A block is at another port than the others, or is not any more; `number` is None if that is of the step."""
+        self.port = port
+        if number is not None:
+            self.number = number
+
     def forward_done(self) -> None:
         """The forward is over."""
         self.inside, self.sampling = False, True
@@ -57,6 +70,7 @@ class Place:
     def end(self) -> None:
         """The step is over."""
         self.inside, self.over = False, True
+        self.supply = None
 
     def passed(self, port: Port, request: str, step: int) -> str | None:
         """Why a port cannot come any more for a request that is in this step of its own; None if it may."""

@@ -33,6 +33,16 @@ split_with_sizes_copy = cast(
 copy_each = cast("Callable[[list[torch.Tensor], list[torch.Tensor]], None]", vars(torch)["_foreach_copy_"])
 """As `torch.Tensor.copy_` for each of some tensors, in one call."""
 
+
+def _clone_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    made = [*map(torch.empty_like, tensors)]
+    copy_each(made, tensors)
+    return made
+
+
+clone_each = cast("Callable[[list[torch.Tensor]], list[torch.Tensor]]", vars(torch).get("_foreach_clone", _clone_each))
+"""As `torch.Tensor.clone` of each of some tensors, in one call where torch has one."""
+
 grad_on = torch.is_grad_enabled
 default_dtype = torch.get_default_dtype
 

@@ -69,6 +69,11 @@ class RunnerAdapter(Protocol):
         """Whether forwards run on a compiled model, unless `eagerly`."""
         ...
 
+    def repeatable(self) -> bool:
+        """Whether a forward does the same when it is run again: what it leaves behind are keys and values at their
+        places, and not a state that it has moved on."""
+        ...
+
     def eagerly(self) -> AbstractContextManager[None]:
         """A context in which the forward runs module by module, however the model was compiled."""
         ...

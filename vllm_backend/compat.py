@@ -6,6 +6,7 @@ Import it only after `version.check_version` has passed. Sources are given as fi
 from __future__ import annotations
 
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
+from vllm.config.kernel import IrOpPriorityConfig
 from vllm.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
@@ -18,6 +19,7 @@ from vllm.distributed import (
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.ir import enable_torch_wrap
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.runner.moe_runner_interface import MoERunnerInterface
@@ -33,6 +35,7 @@ from vllm.model_executor.layers.rotary_embedding import _ROPE_DICT as ROTARY_EMB
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -43,6 +46,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.output_processor import RequestOutputCollector
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
@@ -56,13 +66,17 @@ __all__ = [
     "AsyncScheduler",
     "AttentionLayerBase",
     "CUDAGraphMode",
+    "ChunkedLocalAttentionSpec",
     "ColumnParallelLinear",
     "CompilationMode",
     "CustomOp",
     "EngineArgs",
     "EngineDeadError",
+    "FullAttentionSpec",
     "IntermediateTensors",
+    "IrOpPriorityConfig",
     "LinearBase",
+    "MLAAttentionSpec",
     "MergedColumnParallelLinear",
     "MoERunnerInterface",
     "ModelRunnerOutput",
@@ -82,11 +96,15 @@ __all__ = [
     "Scheduler",
     "SchedulerOutput",
     "SchedulingPolicy",
+    "SlidingWindowSpec",
+    "UniformTypeKVCacheSpecs",
     "VLLMValidationError",
     "VllmConfig",
     "WorkerWrapperBase",
+    "current_platform",
     "destroy_distributed_environment",
     "destroy_model_parallel",
+    "enable_torch_wrap",
     "get_forward_context",
     "get_pp_group",
     "get_tp_group",

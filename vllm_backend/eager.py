@@ -4,22 +4,32 @@ Modules that are compiled into one piece cannot be met. Where a block waits for 
 module: vLLM's models look at `skip_compiled` of the forward context (`vllm/compilation/decorators.py`).
 
 Layers for which vLLM has kernels of its own run in plain torch in an engine that compiles, since the compiler fuses
-them with what is around (`CustomOp` in `vllm/model_executor/custom_op.py`). Module by module that is slow: a fifth of a
-step of a small model. So in such a step they run the kernels that they would run in an eager engine.
+them with what is around (`CustomOp` in `vllm/model_executor/custom_op.py`, and `vllm/ir`, whose operations have several
+implementations). Module by module that is slow: a fifth of a step of a small model. So in such a step they run the
+kernels that they would run in an eager engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .compat import CustomOp, get_forward_context, set_current_vllm_config
+from .compat import (
+    CompilationMode,
+    CustomOp,
+    current_platform,
+    enable_torch_wrap,
+    get_forward_context,
+    set_current_vllm_config,
+)
 
 if TYPE_CHECKING:
-    from .compat import VllmConfig
+    from .compat import IrOpPriorityConfig, VllmConfig
 
 _Forward = Callable[..., Any]
 
@@ -40,6 +50,7 @@ class EagerSteps:
                 for layer in model.modules()
                 if isinstance(layer, CustomOp) and not layer.enabled() and f"-{_name(layer)}" not in unwanted
             ]
+        self._operations = _operations(config)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -49,7 +60,8 @@ class EagerSteps:
         for layer, _, kernel in self._kernels:
             layer._forward_method = kernel
         try:
-            yield
+            with enable_torch_wrap(False), self._operations.set_priority():
+                yield
         finally:
             for layer, compiled, _ in self._kernels:
                 layer._forward_method = compiled
@@ -59,6 +71,20 @@ class EagerSteps:
 def _name(layer: CustomOp) -> str:
     """What settings call this kind of layer; empty where it was not registered."""
     return getattr(layer, "name", "")
+
+
+def _operations(config: VllmConfig) -> IrOpPriorityConfig:
+    """Which implementations an eager engine prefers, where the user has not chosen others."""
+    eager = copy(config)
+    eager.compilation_config = copy(config.compilation_config)
+    eager.compilation_config.mode = CompilationMode.NONE
+    compiled = current_platform.get_default_ir_op_priority(config)
+    plain = current_platform.get_default_ir_op_priority(eager)
+    chosen = copy(config.kernel_config.ir_op_priority)
+    for field in fields(chosen):
+        if getattr(chosen, field.name) == getattr(compiled, field.name):
+            setattr(chosen, field.name, getattr(plain, field.name))
+    return chosen
 
 
 def _kernel(layer: CustomOp) -> _Forward:

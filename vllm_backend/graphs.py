@@ -1,14 +1,21 @@
-"""CUDA graphs for steps in which blocks wait for modules: the forward in pieces, with breaks at just those ports.
+"""CUDA graphs for steps in which blocks wait for modules: one graph where blocks only read, pieces where they edit.
 
 A step with a module runs module by module, which on a GPU costs several times what a graph of the model does. Decoding
 blocks ask for the same ports in step after step, though. So when a batch of some size was served at the same ports
-twice, the forward is captured as a list of graphs that ends and begins anew at each of these ports. Such steps then
-replay these pieces; at a port the blocks have their turns on the memory that the piece before has filled, and what they
-leave goes into memory of its own, which the next piece reads: an edit replaces, as everywhere.
+twice, the forward is captured, and such steps replay it.
 
-A block may ask for a port at which there is no break. If it does so before the forward, the step runs module by module.
-If it does so later, the forward is run again from its beginning, module by module; ports that were served already are
-not served again, but get what the blocks had left there. Keys and values are written again as they were.
+At ports where nobody has edited what passes, a copy of it is part of the graph, and the blocks have their turns when
+the graph has been launched, from what is in the copies then. So for blocks that only read, the forward is one graph.
+They even begin the step behind it, if they asked for these ports in the last one.
+
+At ports where somebody has, the graph ends and the next one begins. The blocks have their turns between the two, on the
+memory that the piece before has filled, and what they leave goes into memory of its own, which the next piece reads: an
+edit replaces, as everywhere.
+
+A block may ask for a port that is not among these. If it does so before the forward, the step runs module by module. If
+it does so later, or edits where nobody did, the forward is run again from its beginning, module by module; ports that
+were served already are not served again, but get what the blocks had left there. Keys and values are written again as
+they were. What was captured is then forgotten, and has to be earned anew, by more steps than before.
 """
 
 from __future__ import annotations
@@ -17,35 +24,50 @@ import gc
 import logging
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..interleaver.hooks import Hooks
+from ..interleaver.supply import Supply
 from ..interleaver.torch_compat import copy_each
 from ..interleaver.values import map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from ..envoy.address import Port
     from ..interleaver.hub import Hub
+    from ..interleaver.windows import Share
 
 Prepare = Callable[[bool], Callable[[], object]]
+_Key = tuple[int, "frozenset[Port]"]
 
 _KEPT = 16
 """Captured forwards that are kept; the one that was not used for the longest time goes first."""
 
 _MOST_PORTS = 64
-"""A step with more ports is not captured: each is a piece, with memory of its own."""
+"""A step with more ports is not captured: each has memory of its own."""
+
+_MOST_BYTES = 1 << 30
+"""What that memory may be for all captured forwards."""
 
 _TWICE = 2
+_MOST_MISSES = 10
 _REMEMBERED = 1000
 _log = logging.getLogger(__name__)
 
 
 class Missed(Exception):
-    """A block waits for a port that is not a break."""
+    """The forward has to be run again.
+
+    Attributes:
+        edited: the port that was edited behind the forward; None if a block waits for one that is not captured.
+    """
+
+    def __init__(self, edited: Port | None) -> None:
+        super().__init__()
+        self.edited = edited
 
 
 class _Forward:
@@ -53,37 +75,64 @@ class _Forward:
 
     Attributes:
         pieces: replays of graphs, and what is done between them, in order.
+        late: ports that are served from copies.
+        first: those that the first of the graphs passes.
         output: what the model returned, in the memory of the last graph.
+        bytes: of the memory that ports have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, late: Collection[Port]) -> None:
         self.pieces: list[Callable[[], object]] = []
+        self.late = late
+        self.first: Supply | None = None
         self.output: object = None
+        self.bytes = 0
 
 
 class Graphs:
-    """The captured forwards of a model.
+    """The captured forwards of a model, which must do the same when it is run again.
 
     Args:
         model: the loaded model.
         graph: makes a graph, as `torch.cuda.CUDAGraph`.
+
+    Attributes:
+        replayed: steps that were replayed.
+        missed: those of them in which the forward had to be run again.
     """
 
     _hub: Hub
-    _breaks: frozenset[Port]
+    _ports: frozenset[Port]
+    _entering: Collection[str] = ()
 
     def __init__(self, model: torch.nn.Module, graph: Callable[[], Any] | None = None) -> None:
+        self.replayed = self.missed = 0
         self._model = model
         self._graph = graph or torch.cuda.CUDAGraph
         self._on_gpu = graph is None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._forwards: OrderedDict[tuple[int, frozenset[Port]], _Forward] = OrderedDict()
-        self._seen: Counter[tuple[int, frozenset[Port]]] = Counter()
+        self._forwards: OrderedDict[_Key, _Forward] = OrderedDict()
+        self._seen: Counter[_Key] = Counter()
+        self._misses: Counter[_Key] = Counter()
+        self._edited: set[Port] = set()
+        self._too_large: set[_Key] = set()
         self._unfit = False
-        self._left: dict[Port, list[object]] = {}
+        self._left: list[object] = []
 
-    def run(self, rows: int, hub: Hub, prepare: Prepare) -> object:
+    def expected(self, hub: Hub, shares: Mapping[str, Share], without: Collection[str]) -> list[str]:
+        """Requests whose blocks may begin the step behind the forward; `without` are those that must not."""
+        forward = next(reversed(self._forwards.values()), None)
+        if forward is None or forward.first is None:
+            return []
+        found = []
+        for request, share in shares.items():
+            mediator = hub.about_to_begin(request, share.step) if request not in without else None
+            if mediator is not None and forward.first.expects(mediator):
+                found.append(request)
+        return found
+
+    def run(self, rows: int, hub: Hub, prepare: Prepare, entering: Collection[str] = ()) -> object:
         """The forward of a step that decodes, in which some block waits for a module.
 
         Args:
@@ -91,25 +140,33 @@ class Graphs:
             hub: of the blocks.
             prepare: makes ready to call the model on the inputs of the step, module by module; if that is to be
                 captured, so that it will be right for whatever is in the same memory then.
+            entering: requests whose blocks have yet to begin the step, those that were `expected`.
         """
+        latest = next(reversed(self._forwards.values()), None)
+        key, forward = self._fitting(rows, hub)
+        if entering and (forward is None or forward is not latest):
+            hub.enter(entering)
+            entering = ()
+            key, forward = self._fitting(rows, hub)
         if self._unfit:
             return prepare(False)()
-        key, forward = self._fitting(rows, hub)
+        self._entering = entering
         if forward is not None:
-            return self._replay(key[1], forward, hub, prepare)
+            return self._replay(key, forward, hub, prepare)
         output = prepare(False)()
         key = (rows, frozenset(hub.served))
-        if key[1] and len(key[1]) <= _MOST_PORTS and key not in self._forwards:
+        if key[1] and len(key[1]) <= _MOST_PORTS and key not in self._forwards and key not in self._too_large:
             if len(self._seen) > _REMEMBERED:
                 self._seen.clear()
+                self._misses.clear()
             self._seen[key] += 1
-            if self._seen[key] >= _TWICE:
+            if self._seen[key] >= _TWICE << min(self._misses[key], _MOST_MISSES):
                 with hub.calls.aside():
-                    self._try_capture(key, prepare)
+                    self._try_capture(key, hub, prepare)
         return output
 
-    def _fitting(self, rows: int, hub: Hub) -> tuple[tuple[int, frozenset[Port]], _Forward | None]:
-        """The forward that was used last among those with breaks at all ports that are waited for now."""
+    def _fitting(self, rows: int, hub: Hub) -> tuple[_Key, _Forward | None]:
+        """The forward that was used last among those with all ports that are waited for now."""
         wanted = hub.wanted
         for key in reversed(self._forwards):
             if key[0] == rows and key[1].issuperset(wanted):
@@ -119,53 +176,117 @@ class Graphs:
 
     # --- replay
 
-    def _replay(self, breaks: frozenset[Port], forward: _Forward, hub: Hub, prepare: Prepare) -> object:
-        self._hub, self._breaks = hub, breaks
+    def _replay(self, key: _Key, forward: _Forward, hub: Hub, prepare: Prepare) -> object:
+        self._hub, self._ports = hub, key[1]
+        self.replayed += 1
         try:
             for piece in forward.pieces:
                 piece()
-        except Missed:
+        except Missed as miss:
+            self.missed += 1
+            if not self._left:  # blocks that began the step behind the forward do something else in this one
+                return self.run(key[0], hub, prepare)
+            self._forget(key, miss.edited)
             return self._again(prepare(False))
         finally:
-            self._left = {}
+            self._left = []
         return forward.output
 
     def _serve(self, port: Port, value: object, goes_on: list[torch.Tensor]) -> None:
         """A port between two pieces: what goes on is what passes there, or what the blocks put in its place."""
         replaced = self._hub.fire(port, value)
         copy_each(goes_on, tensors_of(value if replaced is None else replaced))
-        self._left.setdefault(port, []).append(replaced)
-        if not self._breaks.issuperset(self._hub.wanted):
-            raise Missed
+        self._left.append(replaced)
+        self._check()
+
+    def _check(self) -> None:
+        if not self._ports.issuperset(self._hub.wanted):
+            raise Missed(None)
+
+    def _serve_late(self, supply: Supply) -> None:
+        """Ports that the piece before has passed."""
+        hub, entering = self._hub, self._entering
+        hub.supply(supply, entering)
+        try:
+            if entering:
+                self._entering = ()
+                hub.enter(entering)
+                if not supply.edits:
+                    self._check()
+            for at, (port, value) in enumerate(supply.passed):
+                if not hub.waited_for(port) and at not in supply.edits:
+                    self._left.append(None)
+                    continue
+                supply.at = at
+                replaced = hub.fire(port, value)
+                self._left.append(replaced)
+                if replaced is not None:
+                    raise Missed(port)
+                self._check()
+        finally:
+            hub.end_supply()
+
+    def _forget(self, key: _Key, edited: Port | None) -> None:
+        """Forget a forward in which a step did not fit; and all others that would have served an edited port late."""
+        self._forwards.pop(key, None)
+        if edited is None:
+            self._misses[key] += 1
+            return
+        self._edited.add(edited)
+        for other in [other for other, forward in self._forwards.items() if edited in forward.late]:
+            del self._forwards[other]
 
     def _again(self, call: Callable[[], object]) -> object:
-        """The forward module by module, with what was left at the ports that have been served."""
-        left = {port: iter(values) for port, values in self._left.items()}
-        hooks = Hooks(self._model, lambda port, value: next(left[port], None) if port in left else None)
-        for port in left:
+        """The forward module by module, with what was left at the ports that have been served.
+
+        Nothing fires for the blocks until it has come to the last of these.
+        """
+        ports, left, calls = self._ports, iter(self._left), self._hub.calls
+        to_come = len(self._left)  # there is one at least
+
+        def pass_again(port: Port, value: object) -> object:
+            nonlocal to_come
+            if port not in ports or not to_come:
+                return None
+            to_come -= 1
+            if not to_come:
+                calls.inside = False
+            return next(left)
+
+        hooks = Hooks(self._model, pass_again)
+        for port in ports:
             hooks.watch(port)
-        try:
-            return call()
-        finally:
-            hooks.clear()
+        with calls.aside():
+            try:
+                return call()
+            finally:
+                hooks.clear()
 
     # --- capture
 
-    def _try_capture(self, key: tuple[int, frozenset[Port]], prepare: Prepare) -> None:
+    def _try_capture(self, key: _Key, hub: Hub, prepare: Prepare) -> None:
+        ports = key[1]
+        self._edited |= ports & hub.replaced
         try:
-            forward = self._capture(key[1], prepare(True))
+            forward = self._capture(ports, ports & self._edited, hub, prepare(True))
         except Exception:
             self._unfit = True
             self._forwards.clear()
             _log.warning("steps with modules run without CUDA graphs from now on", exc_info=True)
             return
-        self._forwards[key] = forward
-        while len(self._forwards) > _KEPT:
-            self._forwards.popitem(last=False)
         del self._seen[key]
+        if forward.bytes > _MOST_BYTES:
+            self._too_large.add(key)
+            return
+        self._forwards[key] = forward
+        while len(self._forwards) > _KEPT or sum(kept.bytes for kept in self._forwards.values()) > _MOST_BYTES:
+            self._forwards.popitem(last=False)
 
-    def _capture(self, ports: frozenset[Port], call: Callable[[], object]) -> _Forward:
-        forward = _Forward()
+    def _capture(
+        self, ports: frozenset[Port], breaks: frozenset[Port], hub: Hub, call: Callable[[], object]
+    ) -> _Forward:
+        forward = _Forward(ports - breaks)
+        passed: list[tuple[Port, object]] = []
         graph: Any = None
 
         def begin() -> None:
@@ -174,14 +295,28 @@ class Graphs:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
         def end() -> None:
+            nonlocal passed
             graph.capture_end()
             forward.pieces.append(graph.replay)
+            if passed:
+                supply = Supply(passed, hub.tree.places)
+                if len(forward.pieces) == 1:
+                    forward.first = supply
+                forward.pieces.append(lambda: self._serve_late(supply))
+                passed = []
+
+        def own(tensor: torch.Tensor, made: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+            forward.bytes += tensor.nbytes
+            return made(tensor)
 
         def tap(port: Port, value: object) -> object:
             if port not in ports:
                 return None
+            if port not in breaks:
+                passed.append((port, map_tensors(value, lambda tensor: own(tensor, torch.clone))))
+                return None
             end()
-            goes_on = map_tensors(value, torch.empty_like)
+            goes_on = map_tensors(value, lambda tensor: own(tensor, torch.empty_like))
             targets = tensors_of(goes_on)
             forward.pieces.append(lambda: self._serve(port, value, targets))
             begin()
@@ -212,8 +347,9 @@ class Graphs:
         if not self._on_gpu:
             yield
             return
+        if not self._forwards:
+            self._pool = torch.cuda.graph_pool_handle()  # one that no graph has is gone
         if self._stream is None:
-            self._pool = torch.cuda.graph_pool_handle()
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # one, for which cuBLAS has its memory
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):

@@ -37,6 +37,7 @@ from .compat import (
     get_tp_group,
 )
 from .module_call import call_module
+from .serving import whole_hub
 
 if TYPE_CHECKING:
     from .adapter import RunnerAdapter
@@ -54,7 +55,7 @@ def make_hub(adapter: RunnerAdapter) -> Hub:
     group, places = get_tp_group(), _places.get(id(model))
     hub: Hub
     if group.world_size == 1:
-        hub = (Hub if places is None else StagedHub)(model, call, compiled=compiled)
+        hub = whole_hub(adapter) if places is None else StagedHub(model, call, compiled=compiled)
     else:
         on_device = any(parameter.device.type != "cpu" for parameter in model.parameters())
         ranks = GroupRanks(group.cpu_group, group.device_group if on_device else None)

@@ -6,7 +6,7 @@ samples from its logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from copy import copy
@@ -14,6 +14,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from .adapter import NewRequest
 from .ahead import stop_tokens
+from .compat import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 from .eager import EagerSteps
 from .parallel import as_bytes, as_tensor
 from .settings import DONE, ENDED, HELD, KEY, SAVES, TOLD
@@ -33,6 +40,10 @@ if TYPE_CHECKING:
         def sample_tokens(self, grammar_output: Any) -> ModelRunnerOutput | AsyncModelRunnerOutput: ...
 else:
     _Runner = object
+
+
+_KEYS_AND_VALUES = (ChunkedLocalAttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
+"""What layers keep that write the keys and values of each token to a place of its own."""
 
 
 class TracedRunner(_Runner):
@@ -100,6 +111,11 @@ class TracedRunner(_Runner):
         return output
 
 
+def _each(specs: Sequence[Any]) -> Iterator[Any]:
+    for spec in specs:
+        yield from spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+
+
 class Adapter:
     """The answers of `adapter.RunnerAdapter` that are the same for both runners."""
 
@@ -133,6 +149,13 @@ class Adapter:
     def leaving(self, scheduled: SchedulerOutput) -> AbstractSet[str]:
         """See `RunnerAdapter`."""
         return scheduled.finished_req_ids | (scheduled.preempted_req_ids or set())
+
+    def repeatable(self) -> bool:
+        """See `RunnerAdapter`."""
+        config = self._runner.vllm_config
+        specs = [group.kv_cache_spec for group in self._runner.kv_cache_config.kv_cache_groups]
+        alone = config.parallel_config.world_size == 1 and config.kv_transfer_config is None
+        return alone and all(type(spec) in _KEYS_AND_VALUES for spec in _each(specs))
 
     def eagerly(self) -> AbstractContextManager[None]:
         """See `RunnerAdapter`."""

@@ -8,6 +8,7 @@ logits. Warm-up and profiling runs do not come through `execute_model`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,9 +60,10 @@ class RunnerV1(TracedRunner, _Runner):
     def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not self._stepping:
             return super()._model_forward(input_ids, *args, **kwargs)
+        forward = partial(super()._model_forward, input_ids, *args, **kwargs)
         rows = input_ids if input_ids is not None else kwargs["inputs_embeds"]
-        with self.serving.forward(rows.shape[0]):
-            return super()._model_forward(input_ids, *args, **kwargs)
+        # Layers may work in the memory of the embeddings that they are given.
+        return self.serving.forward(rows.shape[0], forward, again=input_ids is not None)
 
     def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         if not self.serving.active or logits is None:

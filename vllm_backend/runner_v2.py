@@ -100,10 +100,11 @@ class RunnerV2(TracedRunner, _Runner):
         if self._stepping:
             self.batch = gathered[0]
             self._begun = True
-            self.serving.begin(self.batch.num_tokens)
+            decodes = not self.batch.has_prefill
+            self.serving.begin(self.batch.num_tokens, self.pieces if decodes else None)
             if self.serving.needs_modules:
                 graphs = None
-                if not self.batch.has_prefill and self.serving.hub.learned is not None and self.can_capture:
+                if decodes and self.serving.hub.learned is not None and self.can_capture:
                     graphs = self._in_pieces
                 self.model = _Eager(self.model, self.serving)
                 self.cudagraph_manager = _Manager(self.cudagraph_manager, graphs)
@@ -111,16 +112,18 @@ class RunnerV2(TracedRunner, _Runner):
 
     @property
     def can_capture(self) -> bool:
-        """Whether steps with modules may be captured: not under what does more around a forward than calling it."""
+        """Whether steps with modules may be captured: not under what does more around a forward than calling it, nor
+        where a forward could not be run again."""
         more = (self.lora_config, self.is_encoder_decoder, self.uses_inputs_embeds, self.use_pp, self.ubatch_runner)
         prefetch = self.vllm_config.offload_config.prefetch.offload_group_size
-        return not any(more) and not prefetch and self.dp_size == 1 and not self.model_config.enable_sleep_mode
+        plain = not any(more) and not prefetch and self.dp_size == 1 and not self.model_config.enable_sleep_mode
+        return plain and self.serving.repeatable
 
     def _in_pieces(self, rows: int) -> object:
         if self.pieces is None:
             self.pieces = Graphs(self.model_state.model)
         with set_forward_context(None, self.vllm_config, rows):  # for modules that a block calls
-            return self.pieces.run(rows, self.serving.hub, self._prepared)
+            return self.pieces.run(rows, self.serving.hub, self._prepared, self.serving.take_expected())
 
     def _prepared(self, capture: bool) -> Callable[[], object]:
         """Make ready to call the model on the inputs of this step, as `execute_model` does.
@@ -257,7 +260,8 @@ class AdapterV2(Adapter):
         batch, states = self._runner.batch, self._runner.req_states
         at = batch.idx_mapping_np
         starts = [0, *np.cumsum(batch.num_scheduled_tokens).tolist()]
-        return shares(batch.req_ids, starts, states.num_computed_tokens_np[at], states.prompt_len.np[at], rows)
+        computed, prompts = states.num_computed_tokens_np[at].tolist(), states.prompt_len.np[at].tolist()
+        return shares(batch.req_ids, starts, computed, prompts, rows)
 
     def tokens(self, output: Any) -> Mapping[str, int]:
         """See `RunnerAdapter`."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -15,12 +15,14 @@ import torch
 from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InternalError, MisuseError
+from ..interleaver.deferring_hub import DeferringHub
 from ..interleaver.device import Cuda, DeviceLimit
 from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
 from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
 from ..interleaver.staged_hub import Staged
+from ..interleaver.supply import Supply
 from ..tracer.block import Payload, TensorBlob
 from .ahead import Ahead
 from .module_call import call_module
@@ -32,6 +34,7 @@ from .traces import Known, Traces
 if TYPE_CHECKING:
     from ..interleaver.limits import Limits
     from .adapter import NewRequest, RunnerAdapter
+    from .graphs import Graphs
     from .in_band import Cargo
 
 
@@ -39,6 +42,9 @@ _FIXED_SAMPLES = (
     "`model.samples` cannot be written in a trace with `logprobs`: vLLM reports those of the token that it sampled "
     "itself. Leave `logprobs` out and read `model.logits`, or write `model.logits` so that the token is sampled."
 )
+
+_LOGITS = -1
+"""The number of all supplies that hold the logits."""
 
 _log = logging.getLogger(__name__)
 
@@ -69,9 +75,10 @@ class Serving:
         last: bool = True,
         make_hub: Callable[[RunnerAdapter], Hub] | None = None,
     ) -> None:
-        self._make_hub = make_hub or _one_hub
+        self._make_hub = make_hub or whole_hub
         self._ahead = Ahead(adapter.tokens) if ahead else None
         self._late: Sequence[str] = ()
+        self._expected: Sequence[str] = ()
         self._device_limit: DeviceLimit | None = None
         self._limits = limits
         self._adapter = adapter
@@ -127,9 +134,18 @@ class Serving:
         for new in self._adapter.new_requests(scheduled):
             self._guarded(partial(self._admit, new))
 
-    def begin(self, rows: int) -> None:
-        """A forward of this many rows will run; the blocks that it concerns get their turn."""
-        self._guarded(partial(self._begin, rows))
+    def begin(self, rows: int, graphs: Graphs | None = None) -> None:
+        """A forward of this many rows will run; the blocks that it concerns get their turn.
+
+        Some may get it behind the forward, if it is one of `graphs`; see `take_expected`.
+        """
+        self._expected = ()
+        self._guarded(partial(self._begin, rows, graphs))
+
+    def take_expected(self) -> Sequence[str]:
+        """Requests whose blocks have yet to begin the step: they meet modules, as far as is known."""
+        expected, self._expected = self._expected, ()
+        return expected
 
     @property
     def hub(self) -> Hub:
@@ -137,17 +153,31 @@ class Serving:
         return self._ready()
 
     @property
-    def needs_modules(self) -> bool:
-        """Whether a block waits for a module in the step that has begun."""
-        return self._ready().needs_modules
+    def repeatable(self) -> bool:
+        """Whether a forward does the same when it is run again."""
+        return self._adapter.repeatable()
 
-    @contextmanager
-    def forward(self, padded: int) -> Iterator[None]:
-        """The forward runs in this context, on `padded` rows; module by module if a block waits for a module."""
-        with self._adapter.eagerly() if self.needs_modules else nullcontext():
-            self.pad(padded)
-            yield
+    @property
+    def needs_modules(self) -> bool:
+        """Whether a block waits for a module in the step that has begun, or is expected to."""
+        return bool(self._expected) or self._ready().needs_modules
+
+    def forward(self, rows: int, forward: Callable[[], object], *, again: bool) -> object:
+        """Run the forward of a step, module by module if a block waits for a module.
+
+        Args:
+            rows: those of its tensors, with padding.
+            forward: runs it.
+            again: it does the same when it is run again.
+        """
+        self.pad(rows)
+        if self.needs_modules:
+            with self._adapter.eagerly():
+                output = self._ready().run(forward) if again else forward()
+        else:
+            output = forward()
         self.forward_done()
+        return output
 
     def pad(self, padded: int) -> None:
         """The forward runs on this many rows."""
@@ -155,6 +185,8 @@ class Serving:
 
     def eagerly(self) -> AbstractContextManager[None]:
         """The forward runs module by module in this context."""
+        if self._expected:
+            self._ready().enter(self.take_expected())
         return self._adapter.eagerly()
 
     def forward_done(self) -> None:
@@ -163,9 +195,12 @@ class Serving:
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits ``[requests, vocab]``, with the blocks' edits."""
-        if self._late:
-            self._guarded(self._enter_late)
-        return self._fired(LOGITS, logits)
+        if not self._late:
+            return self._fired(LOGITS, logits)
+        self._guarded(partial(self._enter_late, logits))
+        edited = self._fired(LOGITS, logits)
+        self._ready().end_supply()
+        return edited
 
     def samples(self, samples: torch.Tensor) -> torch.Tensor:
         """Sampled token ids ``[requests, 1]``, with the blocks' edits."""
@@ -231,7 +266,8 @@ class Serving:
         known = self._traces.fetched(trace)
         with torch.inference_mode():
             hub.end(known.request_id, decode_output(output))
-        reply = reply_of(known.launched, hub.learned)
+        first = known.launched.mediator.index == 0  # of its trace
+        reply = reply_of(known.launched, hub.learned if first else None)
         hub.remove(known.request_id)
         return self.outbox.send(trace, reply)
 
@@ -268,27 +304,31 @@ class Serving:
 
     # --- inside
 
-    def _begin(self, rows: int) -> None:
+    def _begin(self, rows: int, graphs: Graphs | None) -> None:
         if self._device_limit is not None:
             self._check_device(self._device_limit)
         hub, shares = self._ready(), self._adapter.shares(rows)
-        if self._ahead is None:
-            hub.begin(shares)
-            return
-        self._late = self._ahead.late(hub.mediators, shares)
-        over = self._ahead.over(shares.keys() - self._late)
-        hub.begin(shares, {*self._late, *over})
+        without: set[str] = set()
+        if self._ahead is not None:
+            self._late = self._ahead.late(hub.mediators, shares)
+            without = {*self._late, *self._ahead.over(shares.keys() - self._late)}
+        if graphs is not None:
+            self._expected = graphs.expected(hub, shares, without)
+        hub.begin(shares, without.union(self._expected))
 
     def _check_device(self, limit: DeviceLimit) -> None:
         hub = self._ready()
         for request, error in limit.over(hub.mediators).items():
             hub.end_over(request, error)
 
-    def _enter_late(self) -> None:
+    def _enter_late(self, logits: torch.Tensor) -> None:
         assert self._ahead is not None, "it says who is late"
         late, self._late = self._late, ()
         over = self._ahead.over(late)
-        self._ready().enter(request for request in late if request not in over)
+        hub, entering = self._ready(), [request for request in late if request not in over]
+        if _is_whole(hub):
+            hub.supply(Supply([(port_at("", LOGITS), logits)], {}, _LOGITS), entering)
+        hub.enter(entering)
 
     def _admit(self, new: NewRequest) -> None:
         hub = self._ready()
@@ -304,6 +344,8 @@ class Serving:
             groups=self._groups,
             limits=self._limits,
         )
+        if not _is_whole(hub):
+            launched.mediator.alone = False  # its twins in other workers have their turns when it has
         launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
         launched.mediator.partial_prompt = new.reuses_prefix
         group = payload.group.trace if payload.group is not None else None
@@ -346,5 +388,12 @@ class Serving:
         return replaced if isinstance(replaced, torch.Tensor) else value
 
 
-def _one_hub(adapter: RunnerAdapter) -> Hub:
-    return Hub(adapter.model(), call_module, compiled=adapter.compiled())
+def _is_whole(hub: Hub) -> bool:
+    """Whether no other worker has a part of the model."""
+    return type(hub) in (Hub, DeferringHub)
+
+
+def whole_hub(adapter: RunnerAdapter) -> Hub:
+    """The hub of a worker that has the whole model."""
+    kind = DeferringHub if adapter.repeatable() else Hub
+    return kind(adapter.model(), call_module, compiled=adapter.compiled())

@@ -99,6 +99,8 @@ class Traces:
 
     def leave(self, requests: Collection[str], hub: Hub, now: float) -> None:
         """Requests have left the engine, at this time: forget those whose reply has gone, and in time all others."""
+        if not requests and all(known.left is None for known in self._known.values()):
+            return
         for trace, known in list(self._known.items()):
             if known.request_id in requests and known.left is None:
                 known.left = now

@@ -19,7 +19,7 @@ from invivo.vllm_backend.eager import EagerSteps
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
 from support.contract import TINY_ENGINE, same, stream, tokens
-from support.reference import Reference, Trace
+from support.reference import Edit, Reference, Trace
 
 pytestmark = pytest.mark.engine
 
@@ -143,6 +143,35 @@ def test_an_edit_is_felt_in_the_compiled_steps_that_follow(engine: Engine) -> No
     assert engine.compiled == [False, *[True] * (STEPS - 1)]
     assert all(same(one, other) for one, other in zip(compiled, edited(module_in_every_step=True), strict=True))
     assert not same(compiled[-1][0], engine.plain.steps[-1].logits[0])
+
+
+def test_ports_that_are_only_read_are_served_behind_the_forward_until_one_is_edited(engine: Engine) -> None:
+    """Beside a block that edits in its fourth step what it has only read before; that forward runs twice."""
+    model, half = engine.model, STEPS // 2
+    edit = Edit("model.layers.1.mlp", "output", half, lambda rows: rows * 0)
+    expected = [engine.plain, Reference(tiny_checkpoint("llama", tokenizer=smollm2_path())).run(PROMPT, STEPS, [edit])]
+    hub = _runner(model).serving.hub
+    before = hub.deferred, hub.repeated
+    with model.trace(max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
+        reads: list[Any] = []
+        writes: list[Any] = []
+        reads.save(), writes.save()
+        for edits, seen in ((False, reads), (True, writes)):
+            with tracer.invoke(PROMPT):
+                for step in tracer.iter[:]:
+                    found = [stream(model.model.layers[0])]
+                    if edits and step == half:
+                        model.model.layers[1].mlp.output[:] = 0
+                    else:
+                        model.model.layers[1].mlp.output
+                    seen.append([*found, *map(stream, model.model.layers[1:]), model.logits])
+    again = hub.deferred - before[0], hub.repeated - before[1]
+    assert again == (STEPS - 2, 1)  # not in the first step, nor in the one after the edit
+    for made, seen, trace in zip(tracer.invokes, (reads, writes), expected, strict=True):
+        assert made.result.outputs[0].token_ids == trace.tokens
+        for found, there in zip(seen, trace.steps, strict=True):
+            layers = [there.output(f"model.layers.{layer}") for layer in range(len(model.model.layers))]
+            assert all(same(one, other) for one, other in zip(found, [*layers, there.logits], strict=True))
 
 
 def test_another_model_beside_it_leaves_the_engine_alone(engine: Engine) -> None:

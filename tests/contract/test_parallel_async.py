@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from contract.test_architectures import PROMPT
-from invivo import VLLM, InvivoError, save
+from invivo import VLLM, InvivoError
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
 from support.compare import errors
@@ -18,7 +18,7 @@ from support.contract import BOUND, TINY_ENGINE, stream
 from support.reference import Reference
 from support.streams import outputs_of, run
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WORKERS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
@@ -29,14 +29,13 @@ WORKERS: dict[str, dict[str, Any]] = {
 STEPS: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture(
-    scope="module", params=["tp2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("pp2", "dp2", "tp2pp2"))]
-)
+@pytest.fixture(scope="module", params=WORKERS)
 def llama(request: pytest.FixtureRequest) -> Iterator[VLLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("VLLM_PP_LAYER_PARTITION", "2,1")
+        if "pp" in request.param:
+            patch.setenv("VLLM_PP_LAYER_PARTITION", "2,1")
         path = tiny_checkpoint("llama", tokenizer=smollm2_path())
         arguments = {**TINY_ENGINE, "enforce_eager": True, "max_num_seqs": 16, **WORKERS[request.param]}
         with VLLM(str(path), mode="async", **arguments) as model:
@@ -56,12 +55,12 @@ def reference() -> Reference:
 
 def streamed(model: Any, prompt: list[int], **sampling: Any) -> Any:
     with model.trace(prompt, **{**STEPS, **sampling}) as tracer:
-        process = save(os.getpid())
         for _ in tracer.iter[:]:
             h = stream(model.model.layers[0]).save(stream=True)
             late = model.model.layers[2].mlp.act_fn.output.save(stream=True)
-            token = int(model.samples[0])
+            token = model.samples.item()
             token.save(stream=True)
+        process = [os.getpid()].save()
     return tracer
 
 
@@ -86,7 +85,7 @@ def test_many_at_once_and_some_that_leave(llama: VLLM, reference: Reference) -> 
         stay = [streamed(llama, prompt) for prompt in prompts]
         go = [streamed(llama, prompt, max_tokens=100) for prompt in prompts[:4]]
         done = await asyncio.gather(*map(outputs_of, stay), *map(leave, go))
-        return [(done[at], tracer.saves["process"]) for at, tracer in enumerate(stay)]
+        return [(done[at], tracer.saves["process"][0]) for at, tracer in enumerate(stay)]
 
     found = run(main())
     for prompt, (outputs, _) in zip(prompts, found, strict=True):
@@ -111,11 +110,11 @@ def test_invokes_hand_values_over_and_meet(llama: VLLM) -> None:
             with tracer.invoke(PROMPT):
                 llama.model.layers[0].mlp.output[-1] = late[-1]
                 shapes.append(list(late.shape))
-                meet()
                 patched = llama.logits.save()
-            with tracer.invoke(PROMPT):
                 meet()
+            with tracer.invoke(PROMPT):
                 plain = llama.logits.save()
+                meet()
         await tracer
         return tracer.saves
 

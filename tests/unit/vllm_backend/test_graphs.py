@@ -1,4 +1,4 @@
-"""Forwards in pieces: what blocks read and write at the breaks is what they would, module by module.
+"""Captured forwards: what blocks read and write there is what they would, module by module.
 
 The graphs are made up (`support.fake_graph`).
 """
@@ -6,6 +6,7 @@ The graphs are made up (`support.fake_graph`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
@@ -41,6 +42,8 @@ class Layer(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
+    again = False
+
     def __init__(self) -> None:
         super().__init__()
         self.embed = torch.nn.Linear(WIDTH, WIDTH)
@@ -50,26 +53,35 @@ class Model(torch.nn.Module):
         hidden, residual = self.embed(x), None
         for layer in self.layers:
             hidden, residual = layer(hidden, residual)
+            hidden = self.embed(hidden) if self.again else hidden
         return hidden + residual
 
 
-class Engine:
-    """Decodes a batch of requests, with pieces or without."""
+class Again(Model):
+    """One of its modules is called several times."""
 
-    def __init__(self, *, pieces: bool) -> None:
+    again = True
+
+
+class Engine:
+    """Decodes a batch of requests, with graphs or without."""
+
+    def __init__(self, *, pieces: bool, model: type[Model] = Model) -> None:
         torch.manual_seed(0)
-        self.model = Model().train(False)
+        FakeGraph.made = 0
+        self.model = model().train(False)
         self.hub = Hub(self.model, compiled=True)
         self.graphs = Graphs(self.model, FakeGraph) if pieces else None
         self.input = torch.zeros(ROWS + 1, WIDTH)
-        self.calls = 0
+        self.calls = self.entered = 0
 
-    def add(self, request: str, body: Body, seen: list[torch.Tensor]) -> Mediator:
+    def add(self, request: str, body: Body, seen: list[torch.Tensor], *, alone: bool = True) -> Mediator:
         def run(mediator: Mediator) -> dict[str, object]:
             body(mediator, seen)
             return {}
 
         mediator = Mediator(self.hub.tree, Turns(0, None, ()), run)
+        mediator.alone, mediator.index = alone, ord(request)
         self.hub.add(request, mediator, None)
         return mediator
 
@@ -84,24 +96,28 @@ class Engine:
             self.input.copy_(torch.randn(ROWS + 1, WIDTH))
             names = ["a", "b", "c"]
             split = shares(names, range(ROWS + 1), [number] * ROWS, [1] * ROWS, ROWS)
-            self.hub.begin(split)
+            entering = self.graphs.expected(self.hub, split, ()) if self.graphs is not None else []
+            self.entered += len(entering)
+            self.hub.begin(split, entering)
             self.hub.pad(ROWS + 1)
-            run: Any = self.graphs is not None and self.hub.needs_modules and self.hub.learned is not None
-            output: Any = (
-                self.graphs.run(ROWS + 1, self.hub, lambda _: self.call) if run and self.graphs else self.call()
-            )
+            output: Any
+            if self.graphs is not None and (entering or self.hub.needs_modules) and self.hub.learned is not None:
+                output = self.graphs.run(ROWS + 1, self.hub, lambda _: self.call, entering)
+            else:
+                output = self.call()
             self.hub.forward_done()
             self.hub.finish_step()
             return output.clone()  # type: ignore[no-any-return]
 
 
-def both(*bodies: Body, steps: int = STEPS) -> Engine:
-    """Run blocks with pieces and without, and assert that they see and cause the same."""
+def both(*bodies: Body, steps: int = STEPS, model: type[Model] = Model, alone: bool = True) -> Engine:
+    """Run blocks with graphs and without, and assert that they see and cause the same."""
     results = []
     for pieces in (False, True):
-        engine = Engine(pieces=pieces)
+        engine = Engine(pieces=pieces, model=model)
         seen: list[list[torch.Tensor]] = [[] for _ in bodies]
-        mediators = [engine.add(name, *pair) for name, pair in zip("abc", zip(bodies, seen, strict=True), strict=False)]
+        pairs = zip("abc", zip(bodies, seen, strict=True), strict=False)
+        mediators = [engine.add(name, *pair, alone=alone) for name, pair in pairs]
         outputs = [engine.step(number) for number in range(steps)]
         for mediator in mediators:
             mediator.end(None)
@@ -124,7 +140,7 @@ def out(address: str) -> Port:
 
 def every_step(visit: Callable[[Mediator, list[torch.Tensor], int], None]) -> Body:
     def body(mediator: Mediator, seen: list[torch.Tensor]) -> None:
-        for step in range(STEPS):
+        for step in count():
             if step and not mediator.advance(step):
                 return
             visit(mediator, seen, step)
@@ -153,6 +169,164 @@ def test_reads_and_edits() -> None:
     engine = both(reads, edits)
     assert engine.calls == 1 + 2 + 1  # learned, seen twice, and captured
     assert engine.graphs is not None and len(engine.graphs._forwards) == 1
+    assert FakeGraph.made == 1 + 3  # a break at each of the ports that are edited
+    assert (engine.graphs.replayed, engine.graphs.missed) == (STEPS - 3, 0)
+
+
+def test_ports_that_are_only_read_need_no_break() -> None:
+    engine = both(reads, reads)
+    assert engine.calls == 1 + 2 + 1 and FakeGraph.made == 1
+    assert engine.entered == 2 * (STEPS - 4)  # and the step can begin behind the graph
+
+
+def test_a_step_that_begins_behind_the_forward_may_be_another_one() -> None:
+    @every_step
+    def changes(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        if step == 5:
+            seen.append(mediator.read(out("layers.1.attn"), "output"))  # type: ignore[arg-type]
+        elif step != 9:
+            seen.append(mediator.read(out("layers.0.mlp"), "output"))  # type: ignore[arg-type]
+
+    engine = both(changes, steps=14)
+    assert engine.graphs is not None and engine.graphs.missed == 1
+
+    @every_step
+    def edits_first(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        hidden = mediator.read(out("layers.0.mlp"), "output")
+        if step == 7:
+            hidden *= 2  # type: ignore[operator]
+            seen.append(mediator.read(out("layers.1.attn"), "output"))  # type: ignore[arg-type]
+        seen.append(hidden)  # type: ignore[arg-type]
+
+    both(edits_first, changes, steps=14)
+    assert both(changes, reads, steps=14, alone=False).entered == 0
+
+
+def test_what_was_read_stays_what_it_was() -> None:
+    @every_step
+    def keeps(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        (x, residual), kwargs = mediator.read(port_at("layers.1", INPUT), "inputs")  # type: ignore[misc]
+        hidden, after = mediator.read(out("layers.1"), "output")  # type: ignore[misc]
+        x *= 3  # has passed, so this is no edit
+        seen.extend([x, residual, hidden, after, mediator.read(out("layers.2.mlp"), "output")])  # type: ignore[list-item]
+
+    both(keeps, reads)
+    assert FakeGraph.made == 1
+
+
+def at_step(number: int, change: Callable[[Mediator], None]) -> Body:
+    """Reads in every step, and edits in one of them."""
+
+    @every_step
+    def body(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        seen.append(mediator.read(out("layers.0"), "output")[1])  # type: ignore[index]
+        hidden = mediator.read(out("layers.1.mlp"), "output")
+        if step >= number:
+            change(mediator)
+        seen.append(hidden)  # type: ignore[arg-type]
+        seen.append(mediator.read(out("layers.2"), "output")[0])  # type: ignore[index]
+
+    return body
+
+
+def doubles(mediator: Mediator) -> None:
+    mediator.write(out("layers.1.mlp"), "output", 2 * mediator.read(out("layers.1.mlp"), "output"))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_edit_where_nobody_edited_runs_the_forward_again(alone: bool) -> None:
+    engine = both(reads, at_step(5, doubles), reads, steps=12, alone=alone)
+    assert engine.graphs is not None
+    assert engine.calls == 1 + 2 + 1 + 1 + 2 + 1  # again, and captured anew, with a break
+    assert FakeGraph.made == 1 + 2
+    assert (engine.graphs.replayed, engine.graphs.missed) == (7, 1)
+
+
+def test_an_edit_forgets_all_forwards_that_would_miss_it() -> None:
+    engine = both(at_step(5, doubles), reads, steps=6)
+    assert engine.graphs is not None and not engine.graphs._forwards and engine.graphs._edited == {out("layers.1.mlp")}
+
+
+def test_edits_of_several_blocks_behind_the_forward() -> None:
+    def halves(mediator: Mediator) -> None:
+        hidden = mediator.read(out("layers.1.mlp"), "output")
+        hidden *= 0.5  # type: ignore[operator]
+
+    both(at_step(5, doubles), at_step(6, halves), at_step(5, halves), steps=12)
+
+
+def test_blocks_that_share_something_have_their_turns_in_the_order_of_the_ports() -> None:
+    shared: list[tuple[int, int, str]] = []
+
+    def noting(number: int) -> Body:
+        @every_step
+        def body(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+            for address in ("layers.0", "layers.1", "layers.2"):
+                seen.append(mediator.read(out(address), "output")[0])  # type: ignore[index]
+                shared.append((step, number, address))
+
+        return body
+
+    both(noting(0), noting(1), alone=False)
+    assert shared[: len(shared) // 2] == shared[len(shared) // 2 :]
+
+
+@pytest.mark.parametrize("step", [0, 6])
+def test_a_module_that_is_called_several_times(step: int) -> None:
+    @every_step
+    def last_of_them(mediator: Mediator, seen: list[torch.Tensor], number: int) -> None:
+        for address in ("embed", "layers.0.mlp", "embed", "layers.1.mlp", "embed"):
+            value = mediator.read(out(address), "output")
+            if address == "embed" and number == step:
+                value += 1  # type: ignore[operator]
+            seen.append(value)  # type: ignore[arg-type]
+
+    both(last_of_them, reads, model=Again, steps=12)
+
+
+def test_a_block_that_stops_ends_or_fails_behind_the_forward() -> None:
+    def ends(mediator: Mediator) -> None:
+        mediator.stop()
+
+    def fails(mediator: Mediator) -> None:
+        doubles(mediator)
+        raise ValueError("as it should")
+
+    def stops_edited(mediator: Mediator) -> None:
+        doubles(mediator)
+        mediator.stop()
+
+    for ending in (ends, fails, stops_edited):
+        both(at_step(6, ending), reads, steps=10)
+
+
+def test_a_block_that_calls_a_module_behind_the_forward() -> None:
+    @every_step
+    def calls(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        hidden = mediator.read(out("layers.0.mlp"), "output")
+        seen.append(mediator.call("layers.2.mlp", (hidden,), {}))  # type: ignore[arg-type]
+        seen.append(mediator.read(out("layers.1.mlp"), "output"))  # type: ignore[arg-type]
+
+    both(calls, reads)
+    assert FakeGraph.made == 1
+
+
+def test_what_misses_has_to_be_earned_by_more_steps() -> None:
+    @every_step
+    def wanders(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        ports = [out("layers.0.mlp"), out(f"layers.{1 + step % 3 // 2}.mlp")]
+        seen.extend(mediator.read(port, "output") for port in ports)  # type: ignore[misc]
+
+    engine = both(wanders, steps=30, alone=False)
+    assert engine.graphs is not None
+    assert 0 < engine.graphs.missed == sum(engine.graphs._misses.values()) < 6
+    both(wanders, steps=30)
+
+
+def test_large_forwards_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MOST_BYTES", (ROWS + 1) * WIDTH * 4 * 3 - 1)
+    engine = both(reads)
+    assert engine.graphs is not None and not engine.graphs._forwards and engine.calls == STEPS + 1
 
 
 def test_one_that_asks_for_another_port_in_the_middle() -> None:
@@ -163,7 +337,7 @@ def test_one_that_asks_for_another_port_in_the_middle() -> None:
         seen.append(mediator.read(out("layers.1.attn" if step == 6 else "layers.1.mlp"), "output"))  # type: ignore[arg-type]
 
     engine = both(wanders, reads)
-    assert engine.calls == 1 + 2 + 1 + 1
+    assert engine.calls == 1 + 2 + 1 + 1 + 1  # what was captured is forgotten
 
 
 def test_one_that_asks_for_another_port_from_the_beginning() -> None:
