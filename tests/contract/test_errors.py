@@ -317,9 +317,7 @@ def test_a_variable_that_cannot_travel(model: Any) -> None:
     with pytest.raises(TransferError) as caught:
         with model.trace(PROMPT, max_tokens=1, temperature=0):
             len(lock)
-    message = str(caught.value)
-    assert "`lock" in message
-    assert "locks live in this process" in message
+    assert "`lock" in str(caught.value) and "locks live in this process" in str(caught.value)
     assert_serves(model)
 
 

@@ -29,12 +29,9 @@ from support.busy import crowd, differences, preemptions, run_together
 from support.checkpoints import tiny_checkpoint
 from support.compare import errors
 from support.contract import BOUND, TINY_ENGINE, first, stream
-from support.reference import Reference
+from support.reference import Edit, Reference
 
-__all__ = [
-    "test_edits_have_the_effect_that_they_have_in_the_reference",
-    "test_every_port_equals_the_reference",
-]
+__all__ = ["test_edits_have_the_effect_that_they_have_in_the_reference", "test_every_port_equals_the_reference"]
 
 pytestmark = pytest.mark.engine
 
@@ -112,8 +109,6 @@ def test_a_head_has_its_number(llama: VLLM) -> None:
             llama.model.layers[1].self_attn.o_proj.input[:, 32 * head : 32 * (head + 1)] = 0
             found.append(llama.logits)
             found = found.save()
-
-        from support.reference import Edit
 
         def zero(rows: torch.Tensor, head: int = head) -> None:
             rows[:, 32 * head : 32 * (head + 1)] = 0
@@ -216,12 +211,6 @@ def test_a_block_that_differs_between_ranks_ends_and_nothing_else(llama: VLLM, w
 
 
 def test_a_class_that_is_not_known_is_an_error_that_names_it(llama: VLLM) -> None:
-
-    def forget(classes: tuple[type, ...]) -> None:
-        import invivo.vllm_backend.parallel as parallel
-
-        parallel._SPLIT = classes  # type: ignore[assignment]
-
     with pytest.raises(UnsupportedError, match="RowParallelLinear"):
         with llama.trace(PROMPT, max_tokens=1):
             import invivo.vllm_backend.parallel as parallel
