@@ -9,7 +9,8 @@ The statement is parsed again from its own lines, rewritten a little, and compil
 What is rewritten:
 
 - ``EXPR.save()`` and ``EXPR.save(stream=...)`` call ``__invivo_save__(EXPR, ...)``, since numbers, lists and tensors
-  have no such method; ``names=`` says which variables the statement puts the value in;
+  have no such method; ``names=`` says which variables the statement puts the value in; and so do calls ``save(EXPR)``
+  and ``EXPR.save(EXPR)`` of what may be `invivo.save`;
 - ``with tracer.all():`` and ``with tracer.iter[...] as step:`` become `for` loops;
 - a `nonlocal` of the block itself is dropped: its value comes in as a parameter and goes home as a saved name.
 
@@ -32,7 +33,7 @@ from .names import mangle
 from .permitted import is_invoke
 
 SAVE = "__invivo_save__"
-"""The name under which `extras` must hold the function that saves: ``(value, *, stream=False, names=()) -> value``."""
+"""The name under which `extras` must hold the function that saves: `saves.save_method`, or one like it."""
 
 _Node = TypeVar("_Node", bound=ast.AST)
 
@@ -210,16 +211,14 @@ def _looped(node: ast.expr) -> str | None:
 
 
 def _saved(node: ast.expr) -> ast.expr | None:
-    """The X of ``X.save()`` or ``X.save(stream=...)``."""
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "save"
-        and not node.args
-        and all(keyword.arg == "stream" for keyword in node.keywords)
-    ):
-        return node.func.value
-    return None
+    """The X of ``X.save()``, ``save(X)`` and ``Y.save(X)``, each maybe with ``stream=...``."""
+    if not isinstance(node, ast.Call) or len(node.args) > 1 or any(word.arg != "stream" for word in node.keywords):
+        return None
+    method = isinstance(node.func, ast.Attribute) and node.func.attr == "save"
+    if not node.args:
+        return node.func.value if method and isinstance(node.func, ast.Attribute) else None
+    function = method or (isinstance(node.func, ast.Name) and node.func.id == "save")
+    return node.args[0] if function and not isinstance(node.args[0], ast.Starred) else None
 
 
 def _at(node: _Node, where: ast.AST) -> _Node:
@@ -269,12 +268,12 @@ class _Rewrite(ast.NodeTransformer):
             return node
         if isinstance(saved, ast.NamedExpr):
             saved = saved.target
-        assert isinstance(node.func, ast.Attribute), "_saved has looked"
         names = self._names.pop(id(node), (saved.id,) if isinstance(saved, ast.Name) else ())
         mangled: list[ast.expr] = [ast.Constant(mangle(name, self._owner)) for name in names]
         hint = ast.keyword("names", ast.Tuple(mangled, ast.Load()))
         name = _at(ast.Name(SAVE, ast.Load()), node.func)
-        return _at(ast.Call(name, [node.func.value], [*node.keywords, hint]), node)
+        first = node.func if node.args else node.func.value  # type: ignore[attr-defined]  # `_saved` has looked
+        return _at(ast.Call(name, [first, *node.args], [*node.keywords, hint]), node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         return self._binding(node, node.value, node.targets)

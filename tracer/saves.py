@@ -1,12 +1,12 @@
 """Saving values from a block.
 
-In the body of a block, ``x.save()`` works on any object: the capture rewrites it to a call of `save`. In helper
-functions, which are not rewritten, `invivo.save(x)` does the same.
+In the body of a block, ``x.save()`` works on any object: the capture rewrites it to a call of `save`. `invivo.save(x)`
+does the same, also in helper functions, which are not rewritten.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..envoy import active
 
@@ -30,15 +30,22 @@ def save(value: T, *, stream: bool = False) -> T:
     return value
 
 
-def save_method(value: object, *, stream: bool = False, names: tuple[str, ...] = ()) -> object:
-    """What ``value.save()`` in the body of a block becomes; an object's own `save` method goes first.
+def save_method(value: Any, *argument: object, names: tuple[str, ...] = (), **stream: bool) -> object:
+    """What ``value.save()`` in the body of a block becomes, and ``value(argument)`` if `value` is called save there.
+
+    An object's own `save` method goes first, and another function is called as it was written.
 
     Args:
-        value: the object before the dot.
-        stream: as in `save`.
-        names: the variables that the statement binds to the result, or that `value` was read from.
+        value: the object before the dot, or the function.
+        argument: that of the function.
+        names: the variables that the statement binds to the result, or that the saved object was read from.
+        stream: as in `save`, if it is given there.
     """
+    if argument:
+        if value is not save:
+            return value(*argument, **stream)
+        return active.saver("`save`").save(*argument, stream=stream.get("stream", False), names=names)
     own = getattr(value, "save", None)
     if callable(own):
-        return own(stream=stream) if stream else own()
-    return active.saver("`.save()`").save(value, stream=stream, names=names)
+        return own(**stream)
+    return active.saver("`.save()`").save(value, stream=stream.get("stream", False), names=names)

@@ -94,7 +94,13 @@ def test_save_in_helper_functions_and_as_a_function(model: Any) -> None:
     with model.trace(PROMPT, max_tokens=1, temperature=0):
         total = helper(model.model.layers[1].mlp)
         again = invivo.save(total * 2)
+        save = invivo.save
+        seven = save(7)
+        text = invivo.save("text")
+        same = 7
+        save(same)
     assert torch.equal(again, total * 2)
+    assert (seven, text, same) == (7, "text", 7)
 
 
 def test_saving_to_attributes_and_items_of_a_saved_container(model: Any) -> None:

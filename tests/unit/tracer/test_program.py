@@ -59,7 +59,9 @@ def test_missing_parameters_fail_where_they_are_read() -> None:
 def test_save_is_rewritten_in_place(scope: str) -> None:
     calls: list[tuple[Any, bool]] = []
 
-    def save(value: Any, *, stream: bool = False, names: tuple[str, ...] = ()) -> Any:
+    def save(value: Any, *argument: Any, stream: bool = False, names: tuple[str, ...] = ()) -> Any:
+        if argument:
+            return value(*argument)
         calls.append((value, stream))
         return value
 
