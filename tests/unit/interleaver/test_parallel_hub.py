@@ -23,9 +23,12 @@ from invivo.interleaver.parallel_hub import ParallelHub
 from invivo.interleaver.ranks import GroupRanks
 from invivo.interleaver.shards import Shards
 from invivo.interleaver.windows import shares
+from support.two_ranks import serve
 
 RANKS = 2
 ROWS = 5
+ME = "unit.interleaver.test_parallel_hub"
+"""This module, to processes that pytest does not import it for."""
 
 
 class Half(torch.nn.Module):
@@ -93,18 +96,6 @@ class Rank:
         return self.hub._hooks.module("")
 
 
-def _serve(rank: int, rendezvous: str, tasks: Any, answers: Any) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=RANKS)
-    ranks = GroupRanks(torch.distributed.group.WORLD)
-    while (task := tasks.get()) is not None:
-        try:
-            answers.put((rank, globals()[task](Rank(ranks))))
-        except BaseException as error:
-            answers.put((rank, f"{type(error).__name__}: {error}"))
-    torch.distributed.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def both() -> Iterator[Callable[[str], list[Any]]]:
     """Runs a function of this module, by name, on both ranks, and gives what each returned."""
@@ -112,8 +103,11 @@ def both() -> Iterator[Callable[[str], list[Any]]]:
     answers = context.Queue()
     tasks = [context.Queue() for _ in range(RANKS)]
     with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"{folder}/rendezvous"
         processes = [
-            context.Process(target=_serve, args=(rank, f"{folder}/rendezvous", tasks[rank], answers), daemon=True)
+            context.Process(
+                target=serve, args=(ME, RANKS, rank, f"{folder}/rendezvous", tasks[rank], answers), daemon=True
+            )
             for rank in range(RANKS)
         ]
         for process in processes:
