@@ -95,21 +95,21 @@ def opened(ticket: Ticket) -> memoryview:
     try:
         # The name and the kind first: to open a pipe or a device can have effects.
         if os.readlink(path) != f"/memfd:{FILE_NAME} (deleted)" or not stat.S_ISREG(os.stat(path).st_mode):
-            raise Elsewhere(f"{path} is not the engine's file")
+            raise Elsewhere("what the ticket names is not the engine's file")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        raise Elsewhere(f"{path} cannot be opened ({error.strerror})") from error
+        raise Elsewhere(f"the engine's file cannot be opened ({error.strerror})") from error
     try:
         found = os.fstat(fd)
         same = found.st_ino == ticket.inode and found.st_size == size
         if not same or len(ticket.token) != TOKEN_BYTES or os.pread(fd, TOKEN_BYTES, 0) != ticket.token:
-            raise Elsewhere(f"{path} is not the engine's file")
+            raise Elsewhere("what the ticket names is not the engine's file")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALED != _SEALED:
-            raise Elsewhere(f"{path} may shrink")
+            raise Elsewhere("the engine's file may shrink")
         memory = _map(fd, size)
         os.pwrite(fd, b"\1", TAKEN)
     except (OSError, RuntimeError) as error:
-        raise Elsewhere(f"{path} cannot be mapped ({error})") from error
+        raise Elsewhere(f"the engine's file cannot be mapped ({error})") from error
     finally:
         os.close(fd)
     return memory

@@ -248,10 +248,10 @@ def test_saves_that_nobody_fetches_are_dropped(worker: Outbox, monkeypatch: pyte
 
 
 def test_slices_are_announced_once(worker: Outbox, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
+    for number in range(2):
         data = send(worker, x=torch.ones(BIG))
         parcel = msgspec.msgpack.decode(data, type=Parcel)
-        other = structs.replace(parcel, ticket=structs.replace(ticket_of(data), pid=2**22 + 1))
+        other = structs.replace(parcel, ticket=structs.replace(ticket_of(data), pid=2**22 + 1, fd=1000 + number))
         found = home(worker, msgspec.msgpack.encode(other), calls(worker))["x"]
         assert torch.equal(found, torch.ones(BIG))
     assert caplog.text.count("in slices, which is slower") == 1
