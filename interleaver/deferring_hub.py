@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +56,7 @@ class DeferringHub(Hub):
         self._first_turns = False
         self._pause = 0
         self._next_pause = 1
-        self._tap: Callable[[Port, object], object] = super().fire
+        self._tap: Callable[[Port, object], object] | None = None
         self._guess(frozenset())
 
     def begin(self, shares: Mapping[str, Share], without: Collection[str] = ()) -> None:
@@ -77,7 +76,9 @@ class DeferringHub(Hub):
 
     def fire(self, port: Port, value: object) -> object:
         """See `Hub`."""
-        if self.calls.inside or self._place.over or get_ident() != self._thread:
+        if self._tap is None:
+            return super().fire(port, value)
+        if self._aside:
             return None
         try:
             return self._tap(port, value)
@@ -121,7 +122,7 @@ class DeferringHub(Hub):
             else:
                 self._next_pause = 1
         finally:
-            self._tap = super().fire
+            self._tap = None
             self._guess(frozenset())
         return output
 

@@ -187,7 +187,7 @@ class Hub(Blocks):
 
         Other threads may use the same modules in the meantime; nothing fires for them.
         """
-        if self.calls.inside or self._place.over or get_ident() != self._thread:
+        if self._aside:
             return None
         if self._recorder is not None and not port.of_step:
             self._recorder.note(port, value, self._rows())
@@ -316,8 +316,7 @@ class Hub(Blocks):
         changes: list[Change] = []
         outside, passing = Outside(), Passing(value, port)
         place, supply = self._place, self._place.supply
-        number = place.number
-        served = 0
+        number, served = place.number, 0
         while batch := waiting[served:]:
             served += len(batch)
             windows = [*map(window_of, batch)]
@@ -390,6 +389,11 @@ class Hub(Blocks):
         elif isinstance(port, EndWait):
             self._done.add(mediator.request)
             self._meetings.see_end(mediator)
+
+    @property
+    def _aside(self) -> bool:
+        """Whether what runs now is none of the blocks' business."""
+        return self.calls.inside or self._place.over or get_ident() != self._thread
 
     def _rows(self) -> int | None:
         window = next(iter(self._shares.values())).rows

@@ -37,7 +37,6 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
-from vllm.sequence import IntermediateTensors
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -73,7 +72,6 @@ __all__ = [
     "EngineArgs",
     "EngineDeadError",
     "FullAttentionSpec",
-    "IntermediateTensors",
     "IrOpPriorityConfig",
     "LinearBase",
     "MLAAttentionSpec",
