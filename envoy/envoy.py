@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Self, overload
 
 from . import active
-from .address import INPUT, LOGITS, OUTPUT, SAMPLES, port_at, shown, suggestion
+from .address import INPUT, LOGITS, OUTPUT, SAMPLES, Port, port_at, shown, suggestion
 from .errors import ForeignError, UnknownNameError
 from .render import tree_html, tree_text
 from .tree import Learned, ModuleTree
@@ -29,9 +29,11 @@ class Envoy:
     _address: str
     _root: Envoy
     _known: dict[int | str, Envoy]
+    _port: Port
 
     def __init__(self, tree: ModuleTree, address: str, root: Envoy | None = None) -> None:
-        vars(self).update(_tree=tree, _address=address, _root=root if root is not None else self, _known={})
+        root, port = root if root is not None else self, port_at(address, OUTPUT)
+        vars(self).update(_tree=tree, _address=address, _root=root, _known={}, _port=port)
 
     @property
     def address(self) -> str:
@@ -55,7 +57,10 @@ class Envoy:
             PortNotReachedError: the module did not run in this step.
             WriteError: on assignment of another structure, shape or dtype.
         """
-        return self._read(OUTPUT, "output")
+        session = active.current()
+        if session is None or session.tree is not self._tree:
+            session = self._session("output")  # raises
+        return session.read(self._port, "output")
 
     @output.setter
     def output(self, value: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING
 
 from ..envoy.errors import InternalError
@@ -71,6 +71,20 @@ class Blocks:
                 self.ended.add(request)
         self._waiting.clear()
         SEAT.leave()
+
+    def check_integrity(self) -> None:
+        """Assert that nothing is left behind when no request is running.
+
+        Raises:
+            InternalError: it names what is left.
+        """
+        left = {name: len(things) for name, things in self._empty_when_idle().items() if len(things)}
+        if left:
+            raise InternalError(f"left behind by an idle model: {left}.")
+
+    def _empty_when_idle(self) -> dict[str, Sized]:
+        """What is empty when no request is running."""
+        return {"blocks": self.mediators, "waiting ports": self._waiting, "requests to end": self.ended}
 
     def _guarded(self, action: Callable[[], object]) -> object:
         """Run an action of the hub; its own errors end every block but never the engine."""

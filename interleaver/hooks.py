@@ -61,8 +61,9 @@ class Hooks:
         if port in self._on:
             return
         for needed in self._needed.get(port) or self._need(port):
-            if needed not in self._on:
-                self._put(needed)
+            if needed in self._on:
+                break  # and so are those that it needs, which come behind it
+            self._put(needed)
 
     def watch_all(self) -> None:
         """Have the ports of every module fire from now on, until `clear`."""

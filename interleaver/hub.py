@@ -24,13 +24,12 @@ from .generator import SEAT, Draws
 from .hooks import Hooks
 from .mediator import Mediator
 from .meetings import Meetings
-from .modes import Outside
 from .place import Place, not_reached
 from .recorder import Recorder
 from .supply import Supply
-from .values import Change, Held, Passing, copies, put_rows
+from .values import Change, Held, Passing, copies, copy_of, put_rows
 from .waits import BarrierWait, EndWait, StepWait
-from .windows import Share, broken
+from .windows import Share, due_rows
 
 _index = attrgetter("index")
 _rows, _last = attrgetter("share.rows"), attrgetter("share.last")
@@ -102,7 +101,7 @@ class Hub(Blocks):
         return mediator
 
     def left(self, request: str) -> None:
-        """The request has left the engine. Its block gets no step any more, so others need not wait for it."""
+        """The request has left the engine: its block gets no step any more, so others need not wait for it."""
         self.mediators[request].left = True
         self._guarded(lambda: self._meetings.see_end(self.mediators[request]))
 
@@ -114,18 +113,6 @@ class Hub(Blocks):
             mediator.drop(InternalError("the block did not end with its request."))
         self._guarded(lambda: self._meetings.see_end(mediator))
         SEAT.leave()
-
-    def check_integrity(self) -> None:
-        """Assert that nothing is left behind when no request is running.
-
-        Raises:
-            InternalError: it names what is left.
-        """
-        kept: dict[str, Sized] = {"hooks": self._hooks, "blocks": self.mediators, "waiting ports": self._waiting}
-        kept |= {"requests to end": self.ended, "steps": self._steps}
-        left = {name: len(things) for name, things in kept.items() if len(things)}
-        if left:
-            raise InternalError(f"left behind by an idle model: {left}.")
 
     # --- one step
 
@@ -151,12 +138,10 @@ class Hub(Blocks):
             SEAT.leave()
 
     def enter(self, requests: Iterable[str]) -> list[str]:
-        """The blocks of these requests get their turn at the beginning of the step that has begun."""
-        present = [request for request in requests if request in self.mediators]
-        present.sort(key=lambda request: self.mediators[request].index)  # blocks of one trace, in their order
-        outside = Outside()
+        """The blocks of these requests get their turn at the beginning of the step that has begun, in invoke order."""
+        present = sorted((key for key in requests if key in self.mediators), key=lambda key: self.mediators[key].index)
         for request in present:
-            self._guarded(partial(self._begin, request, self._shares[request], outside))
+            self._guarded(partial(self._begin, request, self._shares[request]))
         if self._place.sampling:
             SEAT.leave()
         return present
@@ -187,22 +172,23 @@ class Hub(Blocks):
 
         Other threads may use the same modules in the meantime; nothing fires for them.
         """
+        place = self._place
         if self._aside:
             return None
         if self._recorder is not None and not port.of_step:
             self._recorder.note(port, value, self._rows())
-        waiting, supply = self._waiting.pop(port, None), self._place.supply
+        waiting, supply = self._waiting.pop(port, None), place.supply
         if waiting is None:
             if supply is None or supply.at not in supply.edits:
                 return None
             waiting = []
-        self._place.at(port)
+        place.at(port)
         if not port.of_step:
             self.served.add(port)
         if len(waiting) > 1:
             waiting.sort(key=_index)
         replaced: object = None
-        self._firing, self._place.firing = waiting, True
+        self._firing, place.firing = waiting, True
         try:
             changes = self._serve(waiting, port, value)
             if supply is not None:
@@ -212,8 +198,8 @@ class Hub(Blocks):
                 self.replaced.add(port)
         except Exception as error:
             self.give_up(error)
-        self._firing, self._place.firing = [], False
-        if self._draws.may or self._place.sampling:
+        self._firing, place.firing = [], False
+        if self._draws.may or place.sampling:
             SEAT.leave()
         return replaced
 
@@ -240,7 +226,8 @@ class Hub(Blocks):
         while self._waiting:
             port, waiting = self._waiting.popitem()
             for mediator in waiting:
-                self._guarded(lambda mediator=mediator, port=port: self._missed(mediator, port))  # type: ignore[misc]
+                error = not_reached(port, mediator.step, port in self.tree.places or port.of_step)
+                self._guarded(partial(self._turn, mediator, partial(mediator.fail, error)))
         if self._recorder is not None or all(mediator.done for mediator in self.mediators.values()):
             self._hooks.clear()
         SEAT.leave()
@@ -270,23 +257,22 @@ class Hub(Blocks):
 
     # --- inside
 
-    def _begin(self, request: str, share: Share, outside: Outside) -> None:
+    def _begin(self, request: str, share: Share) -> None:
         mediator = self.mediators[request]
         if mediator.done and not mediator.edited:
             return
         expected = self._steps.get(request, -1) + 1
         if share.step != expected:
-            prefix = mediator.partial_prompt and not expected and share.ends_with(0)
-            again = expected and not mediator.edited and share.step in (None, 0)
-            if not prefix and not again:
-                self._end_with(mediator, request, broken(share, expected))
+            try:
+                due = due_rows(share, expected, partial_prompt=mediator.partial_prompt, edited=mediator.edited)
+            except UnsupportedError as error:
+                self._end_with(mediator, request, error)
                 return
-            if again:  # after a preemption, and nothing that is computed once more was edited
-                if not share.ends_with(expected):
-                    self._shares = {key: other for key, other in self._shares.items() if key != request}
-                    self._place.requests = self._shares
-                    return
-                share = share.last_of(expected)
+            if due is None:
+                self._shares = {key: other for key, other in self._shares.items() if key != request}
+                self._place.requests = self._shares
+                return
+            share = due
         self._steps[request] = expected
         if mediator.done:
             return
@@ -300,7 +286,7 @@ class Hub(Blocks):
         if mediator.wait is None:
             self._turn(mediator, mediator.go_on)
         elif isinstance(mediator.wait, StepWait) and mediator.wait.step == expected:
-            self._turn(mediator, lambda: mediator.at_step(expected, outside))
+            self._turn(mediator, lambda: mediator.at_step(expected))
 
     def _end_with(self, mediator: Mediator, request: str, error: Exception) -> None:
         if not mediator.done and mediator.wait is not None:
@@ -312,11 +298,15 @@ class Hub(Blocks):
 
     def _serve(self, waiting: list[Mediator], port: Port, value: object) -> list[Change]:
         """The turns of blocks at a port, and what they change there. More blocks may come meanwhile, from a barrier."""
-        window_of = _last if self._place.sampling else _rows
-        changes: list[Change] = []
-        outside, passing = Outside(), Passing(value, port)
         place, supply = self._place, self._place.supply
+        changes: list[Change] = []
         number, served = place.number, 0
+        if len(waiting) == 1 and supply is None and not port.of_step:
+            served = self._serve_one(waiting[0], port, value, changes)
+            if served == len(waiting):
+                return changes
+        window_of = _last if place.sampling else _rows
+        passing = Passing(value, port)
         while batch := waiting[served:]:
             served += len(batch)
             windows = [*map(window_of, batch)]
@@ -330,24 +320,31 @@ class Hub(Blocks):
                 if port.kind == SAMPLES:
                     passing = Passing(value, port, self._vocabulary, mediator.fixed_samples)
                 held = Held(copy, versions, window, passing)
-                mediator.at_port(port, held, outside)
+                mediator.at_port(port, held)
                 if mediator.ran_on is not None:
                     self._come_back(mediator, port, number)
-                wait = mediator.wait
-                others = self._waiting.get(wait) if type(wait) is Port else None
-                if others is not None:  # the usual case, which `_went_on` has too
-                    others.append(mediator)
-                else:
-                    self._went_on(mediator)
+                self._went_on(mediator)
                 if held.changed is not None and mediator.failure is None:
                     self.edited.add(mediator.request)
                     mediator.edited = mediator.edited or not port.of_step
                     changes.append((held.changed, window))
         return changes
 
-    def _missed(self, mediator: Mediator, port: Port) -> None:
-        error = not_reached(port, mediator.step, port in self.tree.places or port.of_step)
-        self._turn(mediator, lambda: mediator.fail(error))
+    def _serve_one(self, mediator: Mediator, port: Port, value: object, changes: list[Change]) -> int:
+        """As `_serve` for the only block at a port of a module, with less around it; 0 if it gets no turn."""
+        window = mediator.share.rows
+        try:
+            copy, versions = copy_of(value, window, port)
+        except UnsupportedError:
+            return 0
+        held = Held(copy, versions, window, Passing(value, port))
+        mediator.at_port(port, held)
+        self._went_on(mediator)
+        if held.changed is not None and mediator.failure is None:
+            self.edited.add(mediator.request)
+            mediator.edited = True
+            changes.append((held.changed, window))
+        return 1
 
     def _turn(self, mediator: Mediator, turn: Callable[[], None]) -> None:
         """A block's turn, and what it waits for then."""
@@ -367,9 +364,9 @@ class Hub(Blocks):
 
     def _went_on(self, mediator: Mediator) -> None:
         """See what a block waits for now."""
-        port = mediator.wait
-        if isinstance(port, Port):
-            if self._place.firing and port is self._place.port:
+        port, place = mediator.wait, self._place
+        if type(port) is Port:
+            if port is place.port and place.firing:
                 self._firing.append(mediator)
                 return
             waiting = self._waiting.get(port)
@@ -394,6 +391,9 @@ class Hub(Blocks):
     def _aside(self) -> bool:
         """Whether what runs now is none of the blocks' business."""
         return self.calls.inside or self._place.over or get_ident() != self._thread
+
+    def _empty_when_idle(self) -> dict[str, Sized]:
+        return super()._empty_when_idle() | {"hooks": self._hooks, "steps": self._steps}
 
     def _rows(self) -> int | None:
         window = next(iter(self._shares.values())).rows

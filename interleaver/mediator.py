@@ -33,7 +33,7 @@ from .guard import Guard, OverLimit, save_error
 from .limits import Limits
 from .memory import give_back
 from .meter import fitting, size_of
-from .modes import Outside, Turns
+from .modes import Turns
 from .padding import padded
 from .place import Place
 from .streamed import Streamed
@@ -134,15 +134,15 @@ class Mediator(active.Session):
         """Its first turn, or the next one from a barrier on that all have come to."""
         self._turn(None)
 
-    def at_port(self, port: Port, held: Held, outside: Outside) -> None:
+    def at_port(self, port: Port, held: Held) -> None:
         """Its turn at the port that it waited for; `held` has its copy, and afterwards its edits."""
         self.port, self.held = port, held
-        self._turn(None, None, outside)
+        self._turn(None)
 
-    def at_step(self, step: int, outside: Outside | None = None) -> None:
+    def at_step(self, step: int) -> None:
         """Its turn at the beginning of the step that it waited for."""
         self.step = step
-        self._turn(True, None, outside)
+        self._turn(True)
 
     def answer(self, wait: CallWait, result: object, error: Exception | None = None) -> None:
         """Its turn when the module that it waited for was called; it is still at its port."""
@@ -187,15 +187,14 @@ class Mediator(active.Session):
         """End the block from outside, without another turn of the user's code."""
         self.failure = self.failure or error
         if self._greenlet is not None and self._greenlet:
-            outside = Outside()
-            self._turns.begin(outside)
+            self._turns.begin()
             try:
                 if self._guard is None:
                     self._greenlet.throw(greenlet.GreenletExit)
                 else:
                     self._guard.end(self._greenlet, self.failure)
             finally:
-                self._turns.end(outside, over=True)
+                self._turns.end(over=True)
         if self._guard is not None:
             self._guard.leave()
         self._greenlet = None
@@ -228,14 +227,13 @@ class Mediator(active.Session):
         self.scope = {}
         self.saved = []
 
-    def _turn(self, value: object, error: Exception | None = None, outside: Outside | None = None) -> None:
+    def _turn(self, value: object, error: Exception | None = None) -> None:
         block, turns = self._greenlet, self._turns
         assert block is not None, "a block that has ended has no turns"
-        outside = outside or Outside()
         self.wait = None
-        light = turns.light(outside)
+        light = turns.simple and turns.light()
         if not light:
-            turns.begin(outside)
+            turns.begin()
         try:
             if self._guard is not None:
                 given = self._guard.turn(block, value, error)
@@ -245,7 +243,7 @@ class Mediator(active.Session):
                 self.wait = given  # type: ignore[assignment]  # one of them
         finally:
             if not light:
-                turns.end(outside, over=self.wait is None)
+                turns.end(over=self.wait is None)
             self.port = self.held = None
         if self.wait is None:
             self._greenlet = None
@@ -368,7 +366,8 @@ class Mediator(active.Session):
         guard, held = self._guard, self.held
         if greenlet.getcurrent() is not self._greenlet or (guard is not None and guard.long):
             return False
-        self._turns.check()
+        if self._turns.checked:
+            self._turns.check()
         if held is not None:
             held.settle()
             if held.changed is not None:
@@ -388,7 +387,8 @@ class Mediator(active.Session):
 
     def hand_over(self, wait: Wait) -> object:
         """Wait; gives what its next turn is given."""
-        self._turns.check()
+        if self._turns.checked:
+            self._turns.check()
         if self.held is not None:
             self.held.settle()
         if self._guard is not None and (self.saved or self._guard.error is not None):

@@ -32,80 +32,68 @@ from .torch_compat import (
 )
 
 
-class Outside:
-    """The state of torch around the turns of blocks, as it is now.
-
-    Attributes:
-        grad: gradients are recorded.
-        dtype: the default dtype.
-    """
-
-    __slots__ = ("dtype", "grad")
-
-    def __init__(self) -> None:
-        self.grad = grad_on()
-        self.dtype = default_dtype()
-
-
 class Turns:
     """The torch state of one block, and of the engine around it.
 
-    `begin` and `end` are called by the engine's side around each turn, `check` by the block before it hands over; a
-    turn that is `light` needs none of them. Torch's generator stays the block's after a turn, until the hub gives it
+    `begin` and `end` are called by the engine's side around each turn, unless it is `light`, and `check` by the block
+    before it hands over, if it is `checked`. Torch's generator stays the block's after a turn, until the hub gives it
     back (`SEAT.leave`).
 
     Args:
         seed: where the block's random numbers start.
         printed: takes what the block prints; None lets it out as usual.
         uses: what the block may touch (`tracer.effects`, and ``"random"``, ``"numpy"``).
+
+    Attributes:
+        checked: the block may have entered a mode in its turn.
     """
 
     def __init__(self, seed: int, printed: io.StringIO | None, uses: Collection[str] = (TORCH, MODES, PRINTS)) -> None:
         self._random = Stream(seed)
         self._draws = TORCH in uses
-        self._changes = MODES in uses
-        self._grad = torch.is_grad_enabled()
-        self._dtype = torch.get_default_dtype()
+        self.checked = MODES in uses
+        self._grad = self._engine_grad = grad_on()
+        self._dtype = self._engine_dtype = default_dtype()
         self._printed = printed if PRINTS in uses else None
         self._stdout = sys.stdout
-        self._stacked: tuple[bool, int, int, bool] | None = None
+        self._stacked = (False, 0, 0, False)
         self._others = [_OTHERS[name](seed) for name in uses if name in _OTHERS]
-        self._light = not (self._draws or self._changes or self._others or self._printed is not None)
+        self.simple = not (self._draws or self.checked or self._others or self._printed is not None)
 
-    def light(self, outside: Outside) -> bool:
+    def light(self) -> bool:
         """Whether the block touches nothing of the state, and what it depends on is as it was when the block came."""
-        return self._light and self._grad is outside.grad and self._dtype is outside.dtype
+        return self.simple and self._grad is grad_on() and self._dtype is default_dtype()
 
-    def begin(self, outside: Outside) -> None:
-        """Bring in the block's state; the engine's is `outside`."""
-        if self._changes:
+    def begin(self) -> None:
+        """Put the engine's state aside and bring in the block's."""
+        self._engine_grad, self._engine_dtype = grad_on(), default_dtype()
+        if self.checked:
             self._stacked = _stacked_modes()
         if self._draws:
             self.sit()
-        if self._grad is not outside.grad:
+        if self._grad is not self._engine_grad:
             set_grad_enabled(self._grad)
-        if self._dtype is not outside.dtype:
+        if self._dtype is not self._engine_dtype:
             torch.set_default_dtype(self._dtype)
         if self._others:
             self._swap()
         if self._printed is not None:
             self._stdout, sys.stdout = sys.stdout, self._printed
 
-    def end(self, outside: Outside, *, over: bool) -> None:
+    def end(self, *, over: bool) -> None:
         """Put the block's state aside and bring back the engine's.
 
         Args:
-            outside: that of the engine, as in `begin`.
             over: the block has ended, maybe inside of a mode; one that goes on has passed `check`.
         """
-        if over and self._stacked is not None:
+        if over and self.checked:
             leave_modes(*self._stacked)
         self._grad = grad_on()
         self._dtype = default_dtype()
-        if self._grad is not outside.grad:
-            set_grad_enabled(outside.grad)
-        if self._dtype is not outside.dtype:
-            torch.set_default_dtype(outside.dtype)
+        if self._grad is not self._engine_grad:
+            set_grad_enabled(self._engine_grad)
+        if self._dtype is not self._engine_dtype:
+            torch.set_default_dtype(self._engine_dtype)
         if self._others:
             self._swap()
         if self._printed is not None:
@@ -126,7 +114,7 @@ class Turns:
         Raises:
             MisuseError: a mode was entered in this turn and not left.
         """
-        if self._stacked is not None and _stacked_modes() != self._stacked:
+        if _stacked_modes() != self._stacked:
             raise MisuseError(
                 "a port was asked for inside a torch mode (`inference_mode(...)`, `autocast`, `torch.device(...)`, "
                 "...) that the block opened. The model would run under it, so leave it first: read the port, then open "

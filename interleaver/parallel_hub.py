@@ -27,7 +27,6 @@ from .calls import ModuleCall
 from .generator import SEAT
 from .hub import Hub
 from .mediator import Mediator
-from .modes import Outside
 from .recorder import Recorder
 from .shards import Shards, checksum
 from .values import Change, Held, Passing, copies, tensors_of
@@ -129,14 +128,13 @@ class ParallelHub(Hub):
     # --- turns
 
     def _serve(self, waiting: list[Mediator], port: Port, value: object) -> list[Change]:
-        outside = Outside()
         turns: list[tuple[Mediator, Held, Window | None]] = []
         served = 0
         while True:
             batch = [mediator for mediator in waiting[served:] if not mediator.done]
             served = len(waiting)
             if batch:
-                self._give_turns(batch, port, value, turns, outside)
+                self._give_turns(batch, port, value, turns)
             more = len(waiting) > served
             if not self._answer_calls(more=more):
                 if not more:
@@ -150,7 +148,6 @@ class ParallelHub(Hub):
         port: Port,
         value: object,
         turns: list[tuple[Mediator, Held, Window | None]],
-        outside: Outside,
     ) -> None:
         """The turns of blocks at a port, whose rows are gathered together."""
         windows = [m.share.last if self._place.sampling else m.share.rows for m in batch]
@@ -166,7 +163,7 @@ class ParallelHub(Hub):
             if port.kind == SAMPLES:
                 passing = Passing(whole, port, self._vocabulary, mediator.fixed_samples)
             held = Held(copy, versions, place, passing)
-            mediator.at_port(port, held, outside)
+            mediator.at_port(port, held)
             self._went_on(mediator)
             turns.append((mediator, held, window))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..envoy.address import Port, port_at
 from .mediator import Mediator
-from .modes import Outside
 from .stages import CALL, Entry, Script
 from .values import Held, Passing
 from .waits import EndWait, StepWait, Wait
@@ -21,10 +20,10 @@ class StagedMediator(Mediator):
     _at: Entry | None = None
     """What was noted of the port that it is at."""
 
-    def at_port(self, port: Port, held: Held, outside: Outside) -> None:
+    def at_port(self, port: Port, held: Held) -> None:
         """See `Mediator`."""
         self._at = self.script.note(port, held.value)
-        super().at_port(port, held, outside)
+        super().at_port(port, held)
 
     def told(self, port: Port) -> None:
         """Its turn when it is told what a later stage has read at the port that it waits for."""
@@ -61,7 +60,8 @@ class StagedMediator(Mediator):
 
     def _go(self, port: Port) -> None:
         if not self._ended:
-            self._turns.check()
+            if self._turns.checked:
+                self._turns.check()
             self._depart()
             if (entry := self.script.next(port)) is not None:
                 self._take(port, entry)

@@ -18,7 +18,7 @@ import torch
 
 from ..envoy.errors import UnsupportedError
 from .torch_compat import clone_each, inference_mode, version_of
-from .values import Change, Held, Passing, Versions, copies, rows_of
+from .values import Change, Held, Passing, Versions, copies, copy_of, rows_of
 from .windows import Share, Window
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Supply:
         found = own.copies.pop(at, None)
         if found is None:
             try:
-                (copy,), versions = copies(self.passed[at][1], [window], port)
+                copy, versions = copy_of(self.passed[at][1], window, port)
             except UnsupportedError:
                 return None  # raised where the port fires
         else:

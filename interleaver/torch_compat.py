@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -21,7 +22,7 @@ inference_mode = cast("Callable[[bool], AbstractContextManager[None]]", torch._C
 set_grad_enabled = cast("Callable[[bool], None]", torch._C._set_grad_enabled)
 """As `torch.set_grad_enabled`, which also returns a context manager."""
 
-version_of = cast("Callable[[torch.Tensor], int]", vars(torch._C.TensorBase)["_version"].__get__)
+version_of = cast("Callable[[torch.Tensor], int]", attrgetter("_version"))
 """How often a tensor was changed in place; only tensors that were made outside of inference mode count it."""
 
 

@@ -112,6 +112,20 @@ def copies(value: object, windows: Sequence[Window | None], where: Port) -> tupl
     return [_copy(value, window, where) for window in windows], None
 
 
+def copy_of(value: object, window: Window | None, where: Port) -> tuple[object, Versions]:
+    """A private copy of one request's rows, as `copies` makes them."""
+    if inference_on():
+        with inference_mode(False):
+            return copy_of(value, window, where)
+    if type(value) is torch.Tensor:
+        piece = value.clone() if window is None and not value.requires_grad else _piece(value, window, where)
+        return piece, version_of(piece)
+    if _is_flat(value):
+        parts = tuple([_piece(part, window, where) for part in value])
+        return parts, [*map(version_of, parts)]
+    return _copy(value, window, where), None
+
+
 def rows_of(value: object, window: Window | None, where: Port) -> list[torch.Tensor] | None:
     """Views of a request's rows of each tensor; None if the value is no tensor and no flat tuple of them.
 
@@ -148,8 +162,6 @@ def _view(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Ten
 
 def _pieces(tensor: torch.Tensor, windows: Sequence[Window | None], where: Port) -> Sequence[torch.Tensor]:
     """Copies of several runs of rows: in one call where they are most of the tensor."""
-    if len(windows) == 1:
-        return (_piece(tensor, windows[0], where),)
     cut = _cut(tuple(windows))
     if cut is None or tensor.requires_grad:
         return [_piece(tensor, window, where) for window in windows]
@@ -278,12 +290,15 @@ class Passing:
         self.port = port
         self.limit = limit
         self.fixed = fixed
-        self._shapes: dict[int, list[torch.Size]] = {}
+        self._shapes: dict[int, list[torch.Size]] | None = None
 
     def shapes(self, window: Window | None) -> list[torch.Size]:
         """The shapes of a request's rows of each tensor."""
         if window is None:
-            return [tensor.shape for tensor in tensors_of(self.value)]
+            whole = self.value
+            return [whole.shape] if isinstance(whole, torch.Tensor) else [tensor.shape for tensor in tensors_of(whole)]
+        if self._shapes is None:
+            self._shapes = {}
         found = self._shapes.get(window.length)
         if found is None:
             found = [self._of_rows(tensor, window) for tensor in tensors_of(self.value)]
@@ -353,7 +368,7 @@ class Held:
                     return
             elif self._containers is None and [*map(version_of, self._tensors)] == versions:
                 return
-        before, now = self._before(), tensors_of(value)
+        before, now = self._before(), [value] if isinstance(value, torch.Tensor) else tensors_of(value)
         expected = self._passing.shapes(self._window)
         if [tensor.shape for tensor in now] != expected:
             had = [named(shape, tensor.dtype) for shape, tensor in zip(expected, before, strict=True)]

@@ -102,7 +102,26 @@ def step_of(computed: int, count: int, prompt_length: int) -> tuple[int | None, 
     )
 
 
-def broken(share: Share, expected: int) -> UnsupportedError:
+def due_rows(share: Share, expected: int, *, partial_prompt: bool, edited: bool) -> Share | None:
+    """What a block that expects another step than these rows are sees of them; None if all come before that step.
+
+    Args:
+        share: the rows.
+        expected: the step.
+        partial_prompt: step 0 may be the end of the prompt only.
+        edited: the block has edited in earlier steps, so these cannot be computed again without it.
+
+    Raises:
+        UnsupportedError: the block cannot go on with them.
+    """
+    if partial_prompt and not expected and share.ends_with(0):
+        return share
+    if not expected or edited or share.step not in (None, 0):  # else it is after a preemption
+        raise _broken(share, expected)
+    return share.last_of(expected) if share.ends_with(expected) else None
+
+
+def _broken(share: Share, expected: int) -> UnsupportedError:
     """Why a block cannot go on with rows that are not the step that it expects."""
     if expected and share.step in (None, 0):
         return PreemptedError(
