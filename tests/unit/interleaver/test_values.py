@@ -11,7 +11,7 @@ import torch
 from invivo.envoy.address import OUTPUT, port_at
 from invivo.envoy.errors import UnsupportedError, WriteError
 from invivo.interleaver.fit import describe
-from invivo.interleaver.values import Held, Passing, _cut, copies, map_tensors, put_rows, tensors_of
+from invivo.interleaver.values import Held, Passing, _cut, copies, copy_of, map_tensors, put_rows, tensors_of
 from invivo.interleaver.windows import Window
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  (what models return)
@@ -90,6 +90,24 @@ SPLITS = {
     "rows of others between and behind": ([Window(0, 2, 6), Window(3, 2, 6)], True),
     "mostly rows of others": ([Window(2, 1, 9), Window(5, 1, 9)], False),
 }
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "in a list", "with gradient"])
+@pytest.mark.parametrize("window", [None, Window(2, 3, 6)])
+def test_one_request_gets_the_same_by_itself(form: str, window: Window | None) -> None:
+    plain = numbers(6, 3)
+    pairs = {"tuple": (plain, plain + 100), "in a list": [plain], "with gradient": plain.clone().requires_grad_()}
+    value = pairs.get(form, plain)
+    with torch.inference_mode():
+        (many,), expected = copies(value, [window], X)
+        one, versions = copy_of(value, window, X)
+        assert type(one) is type(many) and versions == expected
+        for mine, other in zip(tensors_of(one), tensors_of(many), strict=True):
+            assert torch.equal(mine, other) and not mine.requires_grad
+        held = Held(one, versions, window, Passing(value, X))
+        assert changes_of(held) is None
+        tensors_of(one)[0].zero_()
+        assert changes_of(held) is not None
 
 
 @pytest.mark.parametrize(("windows", "at_once"), SPLITS.values(), ids=SPLITS)

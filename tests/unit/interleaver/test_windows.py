@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from invivo.interleaver.windows import Window, shares, step_of
+from invivo.envoy.errors import PreemptedError, UnsupportedError
+from invivo.interleaver.windows import Share, Window, due_rows, shares, step_of
 
 
 def test_a_mixed_step() -> None:
@@ -50,6 +51,35 @@ def test_every_row_belongs_to_one_request(requests: list[tuple[int, int]], paddi
     assert rows == list(range(starts[-1]))
     assert [share.step for share in found.values()] == [done for _, done in requests]
     assert [share.last.start for share in found.values() if share.last] == list(range(len(requests)))
+
+
+def _share(computed: int, count: int, prompt: int) -> Share:
+    return shares(["r"], [0, count], [computed], [prompt], count)["r"]
+
+
+def test_what_a_block_sees_of_rows_that_are_not_its_step() -> None:
+    """The end of a prompt whose beginning was shared; steps that are computed once more after a preemption."""
+    end = _share(4, 3, 7)
+    assert due_rows(end, 0, partial_prompt=True, edited=False) == end
+    again = due_rows(_share(0, 9, 7), 2, partial_prompt=False, edited=False)
+    assert again is not None and again.rows == Window(8, 1, 9) and again.step == 2
+    assert due_rows(_share(0, 7, 7), 2, partial_prompt=False, edited=False) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected", "partial", "edited", "error"),
+    [
+        ((0, 9, 7), 2, False, True, PreemptedError),
+        ((4, 3, 7), 0, False, False, UnsupportedError),
+        ((0, 3, 7), 0, True, False, UnsupportedError),
+        ((8, 1, 7), 1, False, False, UnsupportedError),
+    ],
+)
+def test_rows_that_a_block_cannot_go_on_with(
+    rows: tuple[int, int, int], expected: int, partial: bool, edited: bool, error: type[Exception]
+) -> None:
+    with pytest.raises(error, match="this trace had to end"):
+        due_rows(_share(*rows), expected, partial_prompt=partial, edited=edited)
 
 
 def test_no_torch_is_needed() -> None:
