@@ -146,6 +146,11 @@ def ports(bench: Bench) -> list[Figure]:
         Figure("port read, local", "µs", reading, 10.0, how.format("reads the output", ""), limits),
         Figure("the same without invivo", "µs", each["bare"], None, how_bare),
         Figure(
-            "port edited, local", "µs", writing, 10.0, how.format("zeroes the output", ", and less the zeroing"), limits
+            "port edited, local",
+            "µs",
+            writing,
+            None,
+            how.format("zeroes the output", ", and less the zeroing"),
+            f"{limits}; a check of what was put there, and a second clone, which the model goes on with",
         ),
     ]

@@ -295,8 +295,7 @@ class Passing:
     def shapes(self, window: Window | None) -> list[torch.Size]:
         """The shapes of a request's rows of each tensor."""
         if window is None:
-            whole = self.value
-            return [whole.shape] if isinstance(whole, torch.Tensor) else [tensor.shape for tensor in tensors_of(whole)]
+            return [tensor.shape for tensor in tensors_of(self.value)]
         if self._shapes is None:
             self._shapes = {}
         found = self._shapes.get(window.length)
@@ -368,9 +367,9 @@ class Held:
                     return
             elif self._containers is None and [*map(version_of, self._tensors)] == versions:
                 return
-        before, now = self._before(), [value] if isinstance(value, torch.Tensor) else tensors_of(value)
-        expected = self._passing.shapes(self._window)
+        now, expected = tensors_of(value), self._passing.shapes(self._window)
         if [tensor.shape for tensor in now] != expected:
+            before = self._before()
             had = [named(shape, tensor.dtype) for shape, tensor in zip(expected, before, strict=True)]
             raise WriteError(
                 "what a port holds was changed in a way that the model cannot go on with: it had tensors "
@@ -378,13 +377,13 @@ class Held:
             )
         if self._containers is not None:
             check_fit(self._containers, value, "what the port holds")
-        were = versions if isinstance(versions, list) else [versions]
-        changed = [
-            tensor if tensor is not old or version_of(tensor) != version else None
-            for tensor, old, version in zip(now, before, were, strict=True)
-        ]
-        if all(tensor is None for tensor in changed):
-            return
+        changed: list[torch.Tensor | None] = [*now]
+        if isinstance(versions, list):  # else the one tensor is another or has another version
+            for at, (tensor, old, version) in enumerate(zip(now, self._before(), versions, strict=True)):
+                if tensor is old and version_of(tensor) == version:
+                    changed[at] = None
+            if all(tensor is None for tensor in changed):
+                return
         fixed, limit = self._passing.fixed, self._passing.limit
         if fixed is not None:
             raise WriteError(fixed)
