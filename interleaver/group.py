@@ -6,7 +6,7 @@ them have ended (`Groups`). A block has its `Member` of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -133,8 +133,11 @@ class Member:
 
     # --- values handed on
 
-    def take(self) -> dict[str, object]:
+    def take(self, warn: Callable[[str], None]) -> dict[str, object]:
         """The values that this block takes from earlier ones; one of several samples takes copies.
+
+        Args:
+            warn: told of values that cannot be copied, so that the samples have one object in common.
 
         Raises:
             InvokeError: one is not there.
@@ -150,7 +153,15 @@ class Member:
                     f"assign `{name}` in this invoke first if it is not meant to."
                 )
             value = self._store.given[index, name]
-            taken[name] = _copied(value, memo) if self._group.sampled else value
+            if self._group.sampled:
+                try:
+                    value = deepcopy(value, memo)
+                except Exception as error:  # of any class, whose own code copies it
+                    warn(
+                        f"`{name}`, which invoke {index} hands on, cannot be copied ({type(error).__name__}: {error}). "
+                        "All samples of this invoke have the same object, and see what another one does to it."
+                    )
+            taken[name] = value
         return taken
 
     def give(self, scope: Mapping[str, object], failure: BaseException | None) -> None:
@@ -255,14 +266,6 @@ class Member:
             return None
         values: dict[str, object] = read(home.values, home.tensors, shared=self.shared)["home"]
         return values
-
-
-def _copied(value: object, memo: dict[int, Any]) -> object:
-    """A copy of a value and all that is in it; the value itself if it cannot be copied, such as a generator."""
-    try:
-        return deepcopy(value, memo)
-    except Exception:  # objects of any class, whose own code copies them
-        return value
 
 
 def _fill(empty: Any, items: Any) -> None:

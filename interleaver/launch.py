@@ -71,7 +71,9 @@ def launch(
             return _run(payload, compile_block(payload.block), values, mediator)
         member.load(read)
         values = read(payload.values, member.tensors(payload), shared=member.shared)
-        return _run(payload, compile_block(payload.block), values, mediator, member.take(), member.shared_ids)
+        return _run(
+            payload, compile_block(payload.block), values, mediator, member.take(mediator.warn), member.shared_ids
+        )
 
     mediator = Mediator(tree, Turns(payload.seed, printed, payload.uses), body, limits)
     if member is not None:

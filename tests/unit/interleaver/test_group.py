@@ -247,16 +247,33 @@ def test_values_handed_on(batch: Batch) -> None:
     groups = batch.groups
     takes = (("h", 0),)
     with pytest.raises(InvokeError, match="and it has not ended yet"):
-        groups.join(Group("t", 1, 3, takes, (), ())).take()
+        groups.join(Group("t", 1, 3, takes, (), ())).take(pytest.fail)
     value = torch.ones(2)
     groups.join(Group("t", 0, 3, (), ("h", "g"), ())).give({"h": value, "other": 1}, None)
-    assert groups.join(Group("t", 1, 3, takes, (), ())).take()["h"] is value
+    assert groups.join(Group("t", 1, 3, takes, (), ())).take(pytest.fail)["h"] is value
     with pytest.raises(InvokeError, match="invoke 2 reads `g`, which invoke 0 was to hand on, and that one ended with"):
-        groups.join(Group("t", 2, 3, (("g", 0),), (), ())).take()
+        groups.join(Group("t", 2, 3, (("g", 0),), (), ())).take(pytest.fail)
     groups.drop("t")
     groups.join(Group("t", 0, 2, (), ("h",), ())).give({"h": 1}, ValueError("why"))
     with pytest.raises(InvokeError, match=r"that one failed \(ValueError: why\)"):
-        groups.join(Group("t", 1, 2, takes, (), ())).take()
+        groups.join(Group("t", 1, 2, takes, (), ())).take(pytest.fail)
+    groups.drop("t")
+
+
+def test_samples_take_copies_and_say_where_they_cannot() -> None:
+    """Of several samples each has its own list; a generator is the same one for all, which is worth a warning."""
+    groups, told = Groups(), list[str]()
+    lines, numbers = [1], iter(range(3))
+    groups.join(Group("t", 0, 2, (), ("lines", "numbers"), ())).give({"lines": lines, "numbers": numbers}, None)
+    sample = groups.join(Group("t", 1, 2, (("lines", 0), ("numbers", 0)), (), (), sampled=True))
+    taken = sample.take(told.append)
+    assert taken["lines"] == lines and taken["lines"] is not lines and not told
+    generator = (number for number in lines)
+    groups.drop("t")
+    groups.join(Group("t", 0, 2, (), ("g",), ())).give({"g": generator}, None)
+    sample = groups.join(Group("t", 1, 2, (("g", 0),), (), (), sampled=True))
+    assert sample.take(told.append)["g"] is generator
+    assert len(told) == 1 and "`g`, which invoke 0 hands on, cannot be copied (TypeError" in told[0]
     groups.drop("t")
 
 
@@ -265,4 +282,4 @@ def test_a_block_that_is_dropped_gives_nothing(batch: Batch) -> None:
     one.drop(InternalError("gone"))
     assert isinstance(one.member, Member)
     with pytest.raises(InvokeError, match="InternalError: gone"):
-        batch.groups.join(Group("t", 1, 1, (("h", 0),), (), ())).take()
+        batch.groups.join(Group("t", 1, 1, (("h", 0),), (), ())).take(pytest.fail)
