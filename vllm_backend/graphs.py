@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..interleaver.hooks import Hooks
+from ..interleaver.lagging_hub import LaggingHub
 from ..interleaver.supply import Supply
 from ..interleaver.torch_compat import copy_each
 from ..interleaver.values import map_tensors, tensors_of
@@ -53,6 +54,9 @@ _MOST_BYTES = 1 << 30
 """What that memory may be for all captured forwards."""
 
 _TWICE = 2
+_GRAPH_AND_TURNS = 2
+"""Pieces of a forward that is one graph."""
+
 _MOST_MISSES = 10
 _REMEMBERED = 1000
 _log = logging.getLogger(__name__)
@@ -165,6 +169,19 @@ class Graphs:
                     self._try_capture(key, hub, prepare)
         return output
 
+    def run_late(self, rows: int, hub: Hub) -> object | None:
+        """The forward of a step that is kept for the blocks (`LaggingHub`); None if it has no graph."""
+        key = next(reversed(self._forwards), None)
+        if key is None or key[0] != rows or not isinstance(hub, LaggingHub):
+            return None
+        forward = self._forwards[key]
+        if forward.first is None or forward.first is not hub.passes:
+            return None
+        self.replayed += 1
+        forward.pieces[0]()
+        hub.keep(forward.first.passed)
+        return forward.output
+
     def _fitting(self, rows: int, hub: Hub) -> tuple[_Key, _Forward | None]:
         """The forward that was used last among those with all ports that are waited for now."""
         wanted = hub.wanted
@@ -190,6 +207,8 @@ class Graphs:
             return self._again(prepare(False))
         finally:
             self._left = []
+        if isinstance(hub, LaggingHub) and len(forward.pieces) == _GRAPH_AND_TURNS:
+            hub.passes = forward.first
         return forward.output
 
     def _serve(self, port: Port, value: object, goes_on: list[torch.Tensor]) -> None:

@@ -15,13 +15,14 @@ import torch
 from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InternalError, MisuseError
-from ..interleaver.deferring_hub import DeferringHub
 from ..interleaver.device import Cuda, DeviceLimit
 from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
+from ..interleaver.lagging_hub import LaggingHub
 from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
 from ..interleaver.staged_hub import Staged
+from ..interleaver.steady_mediator import SteadyMediator
 from ..interleaver.supply import Supply
 from ..tracer.block import Payload, TensorBlob
 from .ahead import Ahead
@@ -78,6 +79,8 @@ class Serving:
         self._make_hub = make_hub or whole_hub
         self._ahead = Ahead(adapter.tokens) if ahead else None
         self._late: Sequence[str] = ()
+        self._begun: tuple[int, Graphs | None] = 0, None
+        self._padded = 0
         self._expected: Sequence[str] = ()
         self._device_limit: DeviceLimit | None = None
         self._limits = limits
@@ -155,12 +158,15 @@ class Serving:
     @property
     def repeatable(self) -> bool:
         """Whether a forward does the same when it is run again."""
-        return isinstance(self._ready(), DeferringHub)
+        return isinstance(self._ready(), LaggingHub)
 
     @property
     def needs_modules(self) -> bool:
         """Whether a block waits for a module in the step that has begun, or is expected to."""
-        return bool(self._expected) or self._ready().needs_modules
+        hub = self._ready()
+        if isinstance(hub, LaggingHub) and hub.lagging:
+            return hub.keeps_modules
+        return bool(self._expected) or hub.needs_modules
 
     def forward(self, rows: int, forward: Callable[[], object], *, again: bool) -> object:
         """Run the forward of a step, module by module if a block waits for a module.
@@ -181,10 +187,21 @@ class Serving:
 
     def pad(self, padded: int) -> None:
         """The forward runs on this many rows."""
+        self._padded = padded
         self._ready().pad(padded)
+
+    def resume(self) -> None:
+        """The step that has begun cannot be kept for the blocks after all: they have their turns now, as ever."""
+        hub = self._ready()
+        if isinstance(hub, LaggingHub):
+            hub.catch_up()
+        self.begin(*self._begun)
+        self.pad(self._padded)
 
     def eagerly(self) -> AbstractContextManager[None]:
         """The forward runs module by module in this context."""
+        if self._ready().lagging:
+            self.resume()
         if self._expected:
             self._ready().enter(self.take_expected())
         return self._adapter.eagerly()
@@ -307,7 +324,12 @@ class Serving:
     def _begin(self, rows: int, graphs: Graphs | None) -> None:
         if self._device_limit is not None:
             self._check_device(self._device_limit)
-        hub, shares = self._ready(), self._adapter.shares(rows)
+        hub = self._ready()
+        self._begun = rows, graphs
+        if isinstance(hub, LaggingHub) and hub.armed and hub.lags(follows=self._adapter.follows()):
+            self._late = ()
+            return
+        shares = self._adapter.shares(rows)
         without: set[str] = set()
         if self._ahead is not None:
             self._late = self._ahead.late(hub.mediators, shares)
@@ -352,6 +374,8 @@ class Serving:
         if self._ahead is not None:
             self._ahead.add(new.request_id, payload.group, new.stops, no_module=payload.no_module)
         self._traces.add(payload.trace, Known(new.request_id, launched, group))
+        if payload.steady and not (payload.uses or new.stops) and isinstance(hub, LaggingHub):
+            SteadyMediator.make(launched.mediator)
         if self._device_limit is not None and not hub.mediators:
             self._device_limit.begin()
         hub.add(new.request_id, launched.mediator, self._vocabulary)
@@ -390,10 +414,10 @@ class Serving:
 
 def _is_whole(hub: Hub) -> bool:
     """Whether no other worker has a part of the model."""
-    return type(hub) in (Hub, DeferringHub)
+    return type(hub) in (Hub, LaggingHub)
 
 
 def whole_hub(adapter: RunnerAdapter) -> Hub:
     """The hub of a worker that has the whole model."""
-    kind = DeferringHub if adapter.repeatable() else Hub
+    kind = LaggingHub if adapter.repeatable() else Hub
     return kind(adapter.model(), call_module, compiled=adapter.compiled())
