@@ -53,7 +53,7 @@ def decode(bench: GpuBench) -> list[Figure | Curve]:
         for name, scenario in _SCENARIOS.items():
             runs[name] = lambda prompts=prompts, of=scenario.invoke: bench.traced(prompts, TOKENS, of)  # type: ignore[misc]
         named = {f"{name}, {count} at once": run for name, run in runs.items()}
-        times = dict(zip(runs, bench.alternate(named, 6, warm=2).values(), strict=True))
+        times = dict(zip(runs, bench.alternate(named, 6 if count == REQUESTS else 3).values(), strict=True))
         base = times["untraced"]
         step = statistics.median(base) / TOKENS * 1e3
         for name, scenario in _SCENARIOS.items():
