@@ -85,8 +85,8 @@ def prefill(bench: GpuBench) -> list[Figure | Curve]:
     times = bench.alternate(runs, 4)
     base = times["untraced"]
     how = (
-        f"{PROMPTS} untraced prompts of {LONG} tokens and one more ({statistics.median(base) * 1e3:.0f} ms) over a trace "
-        f"of as many invokes that {{}} `layer.output[0]` of all {LAYERS} layers"
+        f"{PROMPTS} untraced prompts of {LONG} tokens and one more ({statistics.median(base) * 1e3:.0f} ms) over a "
+        f"trace of as many invokes that {{}} `layer.output[0]` of all {LAYERS} layers"
     )
     rates = (
         f"{per_second(size, times['all layers home'])} from `with` to its end, where a copy from the GPU does "

@@ -43,8 +43,8 @@ _MOST_BYTES = 64 << 20
 """What they may take; twice as much in all, since the next ones are kept while blocks go over the last."""
 
 _STRAYED = (
-    "this trace had to end: its block did something in a step that it had not done in those before (it edited, stopped, "
-    "or asked for other ports), when the engine had gone on without it."
+    "this trace had to end: its block did something in a step that it had not done in those before (it edited, "
+    "stopped, or asked for other ports), when the engine had gone on without it."
 )
 
 
@@ -146,7 +146,14 @@ class LaggingHub(DeferringHub):
         self.armed = False
         self.passes: Supply | None = None
         self.kept = self.strayed = 0
-        self._forget()
+        self._wanted: set[Port] = set()
+        self._blocks: list[tuple[SteadyMediator, int]] = []  # with their places in the batch
+        self._behind: list[tuple[SteadyMediator, int]] = []  # those that have yet to go over `_last`
+        self._running: _Steps | None = None
+        self._last: _Steps | None = None
+        self._spare: _Steps | None = None
+        self._modules = False
+        self._moment = 0
 
     # --- what the engine asks
 
@@ -160,9 +167,9 @@ class LaggingHub(DeferringHub):
         return self.lagging
 
     @property
-    def keeps_modules(self) -> bool:
-        """Whether ports of modules are among what is kept."""
-        return self._modules
+    def needs_modules(self) -> bool:
+        """See `Blocks`; in a step that is kept, whether ports of modules are."""
+        return self._modules if self.lagging else super().needs_modules
 
     def keep(self, passed: Sequence[tuple[Port, object]]) -> None:
         """Keep what has passed in the forward of the step."""
@@ -173,10 +180,10 @@ class LaggingHub(DeferringHub):
         self.armed = self.lagging = False
         if self._blocks:
             last, self._last = self._last, None
-            steps, self._steps_kept = self._steps_kept, None
-            pending, self._pending = self._pending, []
+            steps, self._running = self._running, None
+            behind, self._behind = self._behind, []
             blocks, self._blocks = self._blocks, []
-            for mediator, row in pending:
+            for mediator, row in behind:
                 self._guarded(partial(self._give, mediator, row, last))
             for mediator, row in blocks:
                 self._guarded(partial(self._give, mediator, row, steps))
@@ -250,12 +257,8 @@ class LaggingHub(DeferringHub):
 
     def _forget(self) -> None:
         self.armed = self.lagging = self._modules = False
-        self._wanted: set[Port] = set()
-        self._blocks: list[tuple[SteadyMediator, int]] = []
-        self._pending: list[tuple[SteadyMediator, int]] = []
-        self._steps_kept: _Steps | None = None
-        self._last: _Steps | None = None
-        self._spare: _Steps | None = None
+        self._wanted, self._blocks, self._behind = set(), [], []
+        self._running = self._last = self._spare = None
         self._moment = 0
 
     def _look(self) -> None:
@@ -289,32 +292,32 @@ class LaggingHub(DeferringHub):
         return plain and len(rows) == 1 and len(values) == len(modules) and rows.pop() >= len(self._shares)
 
     def _keep(self, passed: Sequence[tuple[Port, object]]) -> None:
-        if self._steps_kept is None:
-            self._steps_kept = _Steps()
+        if self._running is None:
+            self._running = _Steps()
         wanted = [(port, value) for port, value in passed if port in self._wanted]
-        self._steps_kept.keep(self._moment, wanted)
+        self._running.keep(self._moment, wanted)
         self._moment += 1
 
     def _step_kept(self) -> None:
         """The step is over; some blocks have their turns of steps before."""
-        steps, self._moment = self._steps_kept, 0
+        steps, self._moment = self._running, 0
         assert steps is not None, "something is kept in each step"
         steps.count += 1
         self.kept += 1
         if steps.count == steps.room:
-            self._go_over(len(self._pending))
-            self._last, self._steps_kept, self._spare = steps, self._spare or _Steps(), None
-            self._pending = [*self._blocks]
+            self._go_over(len(self._behind))
+            self._last, self._running, self._spare = steps, self._spare or _Steps(), None
+            self._behind = [*self._blocks]
         self._go_over(-(-len(self._blocks) // steps.room))
 
     def _go_over(self, most: int) -> None:
         """Some of the blocks that are behind have their turns."""
         if self._last is None:
             return
-        now, self._pending = self._pending[:most], self._pending[most:]
+        now, self._behind = self._behind[:most], self._behind[most:]
         for mediator, row in now:
             self._give(mediator, row, self._last)
-        if not self._pending and self._last is not None:
+        if not self._behind and self._last is not None:
             self._last.count, self._spare, self._last = 0, self._last, None
 
     def _give(self, mediator: SteadyMediator, row: int, steps: _Steps | None) -> None:
@@ -328,5 +331,5 @@ class LaggingHub(DeferringHub):
             mediator.drop(PreemptedError(_STRAYED))
         self._steps[mediator.request] = mediator.step
         mediator.habits = {number: (mediator.step, reads) for number, (_, reads) in mediator.habits.items()}
-        if mediator.done:
+        if mediator.wait is None:  # it has ended
             self._went_on(mediator)

@@ -1,4 +1,7 @@
-"""A block that does the same in every step and only reads, and so may have several steps in one turn; see `lagging_hub`."""
+"""A block that does the same in every step and only reads, and so may have several steps in one turn.
+
+See `lagging_hub`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Whether a block surely does the same in every step of its request, and only reads.
 
 The turns of such a block can wait: an engine keeps what has passed, goes on, and gives the block several steps at once
-(`interleaver.lagging_hub`). Nothing but its speed depends on what is said here, since a block that does something else in such a
-turn is noticed, and its trace is run again without; so this need not be certain, but should be right.
+(`interleaver.lagging_hub`). Nothing but its speed depends on what is said here, since a block that does something else
+in such a turn is noticed, and its trace is run again without; so this need not be certain, but should be right.
 
 It is if the body, next to what comes before and behind, has one loop over all steps that are left, whose statements
 only bind names, add to lists and call functions that return something new, one after the other: nothing in it depends
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection
+from functools import lru_cache
 
 from .block import TracerHandle
 from .capture import Captured, Site
@@ -59,8 +60,14 @@ def is_steady(site: Site, captured: Captured) -> bool:
     tracers -= {*site.stores}
     if site.tracer is not None:
         tracers.add(site.tracer)
-    loops = [node for node in site.tree.body if isinstance(node, ast.For) and _over_all_steps(node.iter, tracers)]
-    if len(loops) != 1 or len(site.tree.items) > site.block.item + 1:
+    return len(site.tree.items) == site.block.item + 1 and _has_one_loop(site.tree, frozenset(tracers))
+
+
+@lru_cache(maxsize=256)
+def _has_one_loop(tree: ast.With, tracers: frozenset[str]) -> bool:
+    """Whether all that a body does in steps is one loop that is steady."""
+    loops = [node for node in tree.body if isinstance(node, ast.For) and _over_all_steps(node.iter, tracers)]
+    if len(loops) != 1:
         return False
     (loop,) = loops
     simple = isinstance(loop.target, ast.Name) and not loop.orelse and all(map(_simple, loop.body))

@@ -22,11 +22,10 @@ from ..interleaver.lagging_hub import LaggingHub
 from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
 from ..interleaver.staged_hub import Staged
-from ..interleaver.steady_mediator import SteadyMediator
 from ..interleaver.supply import Supply
 from ..tracer.block import Payload, TensorBlob
 from .ahead import Ahead
-from .module_call import call_module
+from .hubs import fit_in, is_whole, whole_hub
 from .outbox import Outbox
 from .request_output import decode_output
 from .settings import NOW
@@ -38,11 +37,6 @@ if TYPE_CHECKING:
     from .graphs import Graphs
     from .in_band import Cargo
 
-
-_FIXED_SAMPLES = (
-    "`model.samples` cannot be written in a trace with `logprobs`: vLLM reports those of the token that it sampled "
-    "itself. Leave `logprobs` out and read `model.logits`, or write `model.logits` so that the token is sampled."
-)
 
 _LOGITS = -1
 """The number of all supplies that hold the logits."""
@@ -163,10 +157,7 @@ class Serving:
     @property
     def needs_modules(self) -> bool:
         """Whether a block waits for a module in the step that has begun, or is expected to."""
-        hub = self._ready()
-        if isinstance(hub, LaggingHub) and hub.lagging:
-            return hub.keeps_modules
-        return bool(self._expected) or hub.needs_modules
+        return bool(self._expected) or self._ready().needs_modules
 
     def forward(self, rows: int, forward: Callable[[], object], *, again: bool) -> object:
         """Run the forward of a step, module by module if a block waits for a module.
@@ -348,7 +339,7 @@ class Serving:
         late, self._late = self._late, ()
         over = self._ahead.over(late)
         hub, entering = self._ready(), [request for request in late if request not in over]
-        if _is_whole(hub):
+        if is_whole(hub):
             hub.supply(Supply([(port_at("", LOGITS), logits)], {}, _LOGITS), entering)
         hub.enter(entering)
 
@@ -366,16 +357,11 @@ class Serving:
             groups=self._groups,
             limits=self._limits,
         )
-        if not _is_whole(hub):
-            launched.mediator.alone = False  # its twins in other workers have their turns when it has
-        launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
-        launched.mediator.partial_prompt = new.reuses_prefix
+        fit_in(launched.mediator, hub, payload, new)
         group = payload.group.trace if payload.group is not None else None
         if self._ahead is not None:
             self._ahead.add(new.request_id, payload.group, new.stops, no_module=payload.no_module)
         self._traces.add(payload.trace, Known(new.request_id, launched, group))
-        if payload.steady and not (payload.uses or new.stops) and isinstance(hub, LaggingHub):
-            SteadyMediator.make(launched.mediator)
         if self._device_limit is not None and not hub.mediators:
             self._device_limit.begin()
         hub.add(new.request_id, launched.mediator, self._vocabulary)
@@ -410,14 +396,3 @@ class Serving:
     def _fired(self, kind: str, value: torch.Tensor) -> torch.Tensor:
         replaced = self._ready().fire(port_at("", kind), value)
         return replaced if isinstance(replaced, torch.Tensor) else value
-
-
-def _is_whole(hub: Hub) -> bool:
-    """Whether no other worker has a part of the model."""
-    return type(hub) in (Hub, LaggingHub)
-
-
-def whole_hub(adapter: RunnerAdapter) -> Hub:
-    """The hub of a worker that has the whole model."""
-    kind = LaggingHub if adapter.repeatable() else Hub
-    return kind(adapter.model(), call_module, compiled=adapter.compiled())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from typing import NamedTuple, cast
 from uuid import uuid4
 
@@ -56,7 +57,7 @@ def with_payload(request: Request, payload: Payload) -> SamplingParams:
     """
     if payload.group is not None and payload.group.common:
         payload = structs.replace(payload, group=structs.replace(payload.group, common=()))
-    params = request.params.clone()
+    params = copy(request.params)  # vLLM copies what is in it
     params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
     params.skip_reading_prefix_cache = not request.reuse_prefix
     return params

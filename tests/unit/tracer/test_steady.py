@@ -49,7 +49,8 @@ OTHERS = [
 def steady(source: str, head: str = "with ToyTrace() as t:") -> bool:
     import linecache
 
-    text = f"def body(ToyTrace, model, kept, total, other):\n    {head}\n{textwrap.indent(source, ' ' * 8)}\n    return t\n"
+    inner = textwrap.indent(source, " " * 8)
+    text = f"def body(ToyTrace, model, kept, total, other):\n    {head}\n{inner}\n    return t\n"
     name = f"<steady {hash(text)}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     scope: dict[str, Any] = {}

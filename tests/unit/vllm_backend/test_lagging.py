@@ -105,7 +105,7 @@ class Engine:
         found: Any
         if hub.armed and hub.lags(follows=follows):
             hub.pad(padded)
-            if not hub.keeps_modules:
+            if not hub.needs_modules:
                 return call()  # type: ignore[no-any-return]
             found = graphs.run_late(padded, hub)
             if found is not None:
