@@ -5,6 +5,7 @@
 #   make lint        ruff, mypy, pyright, import-linter
 #   make notebooks   runs every notebook again, in place
 #   make bench       the benchmarks, docs/performance.md and its picture
+#   make bench-gpu   those of a GPU, with DEVICE=cuda
 #   make format      lets ruff rewrite the sources
 #   make clean       removes the environment and everything built
 # `make DEVICE=cuda ...` does it with the CUDA build of vLLM, `make PYTHON=python3.13 ...` with another Python,
@@ -22,7 +23,7 @@ say    := @printf '\033[1m==> %s\033[0m\n'
 pinned  := $(VENV)/.pinned-$(DEVICE)
 package := $(VENV)/.package
 
-.PHONY: demo test test-all lint ruff mypy pyright imports notebooks bench format env install model clean
+.PHONY: demo test test-all lint ruff mypy pyright imports notebooks bench bench-gpu format env install model clean
 .DEFAULT_GOAL := test
 
 demo: env model
@@ -64,6 +65,9 @@ notebooks: env model
 
 bench: env model
 	$(RUN)/python benchmarks/run.py $(ARGS)
+
+bench-gpu: env model
+	$(RUN)/python benchmarks/gpu.py $(ARGS)
 
 format: env
 	$(RUN)/ruff check --fix .

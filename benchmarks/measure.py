@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -123,6 +124,7 @@ def machine() -> dict[str, str]:
     """What the figures are measured on, and when."""
     return {
         "cpu": _cpu(),
+        **_gpu(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
         "load before": f"{os.getloadavg()[0]:.1f}",
@@ -139,6 +141,13 @@ def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))]
     return names[0] if names else platform.processor() or "unknown"
+
+
+def _gpu() -> dict[str, str]:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name()}
 
 
 def _version(*names: str) -> str:

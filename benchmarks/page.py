@@ -13,8 +13,6 @@ from pathlib import Path
 
 import report
 
-_PART = re.compile(r"(<!-- measured: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-
 
 def parts(sections: report.Sections) -> dict[str, str]:
     """What belongs between the comments, by name."""
@@ -26,21 +24,27 @@ def parts(sections: report.Sections) -> dict[str, str]:
     }
 
 
-def filled(text: str, made: Mapping[str, str]) -> str:
+def filled(text: str, made: Mapping[str, str], mark: str = "measured") -> str:
     """A page with its parts put in.
+
+    Args:
+        text: the page.
+        made: the parts by name.
+        mark: what their comments begin with.
 
     Raises:
         ValueError: the page does not have exactly these parts.
     """
-    found = [name for _, name, _ in _PART.findall(text)]
+    part = re.compile(rf"(<!-- {mark}: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+    found = [name for _, name, _ in part.findall(text)]
     if sorted(found) != sorted(made):
         raise ValueError(f"the page has the parts {sorted(found)}, and there are {sorted(made)}")
-    return _PART.sub(lambda match: f"{match[1]}\n{made[match[2]]}\n{match[3]}", text)
+    return part.sub(lambda match: f"{match[1]}\n{made[match[2]]}\n{match[3]}", text)
 
 
-def write(path: Path, sections: report.Sections) -> None:
-    """Put the parts into the page at `path`."""
-    path.write_text(filled(path.read_text(encoding="utf-8"), parts(sections)), encoding="utf-8")
+def write(path: Path, sections: report.Sections, mark: str = "measured") -> None:
+    """Put the parts into the page at `path`; see `filled`."""
+    path.write_text(filled(path.read_text(encoding="utf-8"), parts(sections), mark), encoding="utf-8")
 
 
 def _method(sections: report.Sections) -> str:

@@ -14,8 +14,10 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,7 +31,7 @@ import page  # noqa: E402
 import plot  # noqa: E402
 import report  # noqa: E402
 from bench import Bench  # noqa: E402
-from measure import Curve, Figure, machine  # noqa: E402
+from measure import Curve, Figure, Watch, machine  # noqa: E402
 from parts import PARTS  # noqa: E402
 from quiet import quiet  # noqa: E402
 
@@ -37,26 +39,55 @@ PAUSE = 0.5
 """Seconds between two looks at the progress: showing it takes time from what is measured."""
 
 
-def main() -> int:
-    options = _options()
+class Kind(NamedTuple):
+    """A set of benchmarks.
+
+    Attributes:
+        parts: by the names that `--only` takes.
+        bench: makes what they share.
+        json, table, page, plot: the files that are written.
+        mark: of the parts of the page (`page.filled`).
+        command: what measures everything.
+    """
+
+    parts: Mapping[str, Any]
+    bench: Callable[[bool, Watch], Any]
+    json: Path
+    table: Path
+    page: Path
+    plot: Path
+    mark: str
+    command: str
+
+
+def _here() -> Kind:
+    """Those of this program."""
+    return Kind(PARTS, Bench, JSON, TABLE, PAGE, PLOT, "measured", "make bench")
+
+
+def main(kind: Kind | None = None) -> int:
+    kind = kind or _here()
+    options = _options(kind)
     quiet()
     console = Console()
     console.width = max(console.width, 110)
     if options.render:
-        _write(report.read(JSON))
+        _write(report.read(kind.json), kind)
         return 0
     write = options.write or not (options.only or options.quick)
-    measured, failed = _measure(console, options.only or list(PARTS), options.quick, _keep if write else None)
+    keep = partial(_keep, kind=kind) if write else None
+    measured, failed = _measure(console, options.only or list(kind.parts), options.quick, keep, kind)
     console.print(f"[dim]{', '.join(f'{name} {value}' for name, value in machine().items())}[/]")
     console.print(report.summary(measured).replace("[", "\\["))
     missed = any(figure.met is False for section in measured.values() for figure in section.figures)
     return int(missed or failed)
 
 
-def _options() -> Namespace:
+def _options(kind: Kind | None = None) -> Namespace:
+    parts = (kind or _here()).parts
     parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    described = "; ".join(f"{name}: {part.title}" for name, part in PARTS.items())
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="PART", help=described)
+    described = "; ".join(f"{name}: {part.title}" for name, part in parts.items())
+    parser.add_argument("--only", nargs="+", choices=list(parts), metavar="PART", help=described)
     parser.add_argument("--quick", action="store_true", help="few rounds and few tokens, and nothing is written")
     parser.add_argument("--write", action="store_true", help="write what was measured also if it was not everything")
     parser.add_argument("--render", action="store_true", help="measure nothing, write everything from results.json")
@@ -64,11 +95,15 @@ def _options() -> Namespace:
 
 
 def _measure(
-    console: Console, names: list[str], quick: bool, keep: Callable[[str, report.Section], None] | None = None
+    console: Console,
+    names: list[str],
+    quick: bool,
+    keep: Callable[[str, report.Section], None] | None = None,
+    kind: Kind | None = None,
 ) -> tuple[dict[str, report.Section], bool]:
     """The sections that could be measured, shown and kept as they come, and whether one could not."""
     measured: dict[str, report.Section] = {}
-    failed = False
+    kind, failed = kind or _here(), False
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
         shown = 0.0
@@ -79,13 +114,13 @@ def _measure(
                 progress.update(task, description=f"{name}: {what}", completed=done, total=total, refresh=True)
                 shown = time.monotonic()
 
-        bench = Bench(quick, watch)
+        bench = kind.bench(quick, watch)
         try:
             for name in names:
                 task = progress.add_task(name)
                 described, began = machine(), time.monotonic()
                 try:
-                    found = PARTS[name].measure(bench)
+                    found = kind.parts[name].measure(bench)
                 except Exception:
                     failed = True
                     console.print(f"[red]{name} could not be measured:[/]")
@@ -94,7 +129,7 @@ def _measure(
                 finally:
                     progress.remove_task(task)
                 section = report.Section(
-                    PARTS[name].title,
+                    kind.parts[name].title,
                     described,
                     round(time.monotonic() - began, 1),
                     quick,
@@ -112,21 +147,22 @@ def _measure(
     return measured, failed
 
 
-def _keep(name: str, section: report.Section) -> None:
+def _keep(name: str, section: report.Section, kind: Kind) -> None:
     """Put one section in the place of what it was: what is measured stays, whatever ends the program."""
-    known = report.read(JSON) | {name: section}
-    _write({name: known[name] for name in PARTS if name in known})
+    known = report.read(kind.json) | {name: section}
+    _write({name: known[name] for name in kind.parts if name in known}, kind)
 
 
-def _write(sections: dict[str, report.Section]) -> None:
-    JSON.parent.mkdir(exist_ok=True)
-    JSON.write_bytes(report.encode(sections))
-    sections = report.read(JSON)  # whose values are rounded: everything is to say the same
+def _write(sections: dict[str, report.Section], kind: Kind | None = None) -> None:
+    kind = kind or _here()
+    kind.json.parent.mkdir(exist_ok=True)
+    kind.json.write_bytes(report.encode(sections))
+    sections = report.read(kind.json)  # whose values are rounded: everything is to say the same
     made = report.markdown(sections, how=True)
-    head = "# Benchmarks\n\nWritten by `make bench`; [performance.md](../../docs/performance.md) says more.\n"
-    TABLE.write_text(f"{head}\n{report.summary(sections)}\n\n{made}\n### Machine\n\n{report.machines(sections)}")
-    page.write(PAGE, sections)
-    plot.draw(PLOT, sections)
+    head = f"# Benchmarks\n\nWritten by `{kind.command}`; [performance.md](../../docs/performance.md) says more.\n"
+    kind.table.write_text(f"{head}\n{report.summary(sections)}\n\n{made}\n### Machine\n\n{report.machines(sections)}")
+    page.write(kind.page, sections, kind.mark)
+    plot.draw(kind.plot, sections)
 
 
 if __name__ == "__main__":

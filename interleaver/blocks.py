@@ -21,7 +21,10 @@ class Blocks:
         mediators: the blocks by request.
         ended: requests whose block ended them (by an exception or `stop`) and that the engine has yet to end.
         edited: requests whose block changed what the model computes; the engine takes them out once they are gone.
+        lagging: the step that runs is kept for the blocks, which have their turns later (`LaggingHub`).
     """
+
+    lagging = False
 
     def __init__(self) -> None:
         self.mediators: dict[str, Mediator] = {}

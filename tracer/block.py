@@ -127,6 +127,8 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
         group: the other invokes of the trace; None if it is one request by itself.
         streams: the caller takes values saved with ``stream=True`` as they come.
         no_module: the block meets no module, only logits and samples (`meets`).
+        steady: the block does the same in each step and only reads (`steady`), and the caller runs the trace again if
+            that turns out not to be so.
     """
 
     version: int
@@ -139,6 +141,7 @@ class Payload(msgspec.Struct, frozen=True, array_like=True):
     group: Group | None = None
     streams: bool = False
     no_module: bool = False
+    steady: bool = False
 
 
 class TracerHandle:

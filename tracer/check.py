@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 
 from ..envoy.envoy import Envoy
 from ..envoy.errors import UnknownNameError
@@ -30,12 +31,17 @@ def check_names(site: Site, captured: Captured) -> None:
     roots = {name: value for name, value in values if isinstance(value, Envoy) and name not in site.stores}
     if not roots:
         return
-    for node in _certain(site.tree):
-        if isinstance(node, ast.Attribute | ast.Subscript):
-            try:
-                _resolve(node, roots)
-            except UnknownNameError as error:
-                raise UnknownNameError(f"{site.block.filename}:{node.lineno}: {error}") from None
+    for node in _chains(site.tree):
+        try:
+            _resolve(node, roots)
+        except UnknownNameError as error:
+            raise UnknownNameError(f"{site.block.filename}:{node.lineno}: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def _chains(tree: ast.AST) -> tuple[ast.Attribute | ast.Subscript, ...]:
+    """The attributes and items that are surely looked up; kept, since a trace may have many invokes of one body."""
+    return tuple(node for node in _certain(tree) if isinstance(node, ast.Attribute | ast.Subscript))
 
 
 def _certain(node: ast.AST) -> Iterator[ast.AST]:

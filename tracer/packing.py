@@ -13,6 +13,7 @@ from .check import check_names
 from .codec import Encoded, Key, encode
 from .common import Blobs
 from .meets import no_module
+from .steady import is_steady
 
 
 def make_payload(site: Site, captured: Captured, model: RootEnvoy, seed: int) -> Payload:
@@ -54,6 +55,7 @@ def payload_of(site: Site, captured: Captured, encoded: Encoded, seed: int) -> P
         seed,
         tuple(sorted(encoded.uses | _imported_random(site.block.source) | effects.of_source(site.tree))),
         no_module=no_module(site, captured),
+        steady=is_steady(site, captured),
     )
 
 

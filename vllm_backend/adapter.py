@@ -57,6 +57,11 @@ class RunnerAdapter(Protocol):
         """Rows and step of every request of this engine step, once the runner has prepared its inputs."""
         ...
 
+    def follows(self) -> bool:
+        """Whether the engine step has the requests of the last one that was asked about here or by `shares`, in the
+        same order, each with one row, which is the next one. False if that cannot be told at once."""
+        ...
+
     def tokens(self, output: Any) -> Mapping[str, int]:
         """The tokens of an engine step by request, of those that got one.
 

@@ -99,7 +99,7 @@ class _Outputs(AsyncIterator[RequestOutput]):
         sendings = [
             Sending(
                 request.prompt,
-                with_payload(request, structs.replace(payload, streams=True)),
+                with_payload(request, structs.replace(payload, streams=True, steady=False)),
                 payload.trace,
                 payload.group,
             )

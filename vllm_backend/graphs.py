@@ -15,7 +15,8 @@ edit replaces, as everywhere.
 A block may ask for a port that is not among these. If it does so before the forward, the step runs module by module. If
 it does so later, or edits where nobody did, the forward is run again from its beginning, module by module; ports that
 were served already are not served again, but get what the blocks had left there. Keys and values are written again as
-they were. What was captured is then forgotten, and has to be earned anew, by more steps than before.
+they were. What was captured is then forgotten, and has to be earned anew, by more steps than before. Where a port was
+edited, it is kept for others, and a forward with a break there is captured beside it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..interleaver.hooks import Hooks
+from ..interleaver.lagging_hub import LaggingHub
 from ..interleaver.supply import Supply
 from ..interleaver.torch_compat import copy_each
 from ..interleaver.values import map_tensors, tensors_of
@@ -41,7 +43,29 @@ if TYPE_CHECKING:
     from ..interleaver.windows import Share
 
 Prepare = Callable[[bool], Callable[[], object]]
-_Key = tuple[int, "frozenset[Port]"]
+
+
+class _Key(NamedTuple):
+    """What a captured forward is for.
+
+    Attributes:
+        rows: of the batch, with padding.
+        ports: that it serves.
+        breaks: those of them at which the graph ends and the next one begins.
+    """
+
+    rows: int
+    ports: frozenset[Port]
+    breaks: frozenset[Port]
+
+    def fits(self, rows: int, hub: Hub) -> bool:
+        """Whether it serves what blocks wait for, and breaks off exactly where some have edited."""
+        return (
+            self.rows == rows
+            and self.ports.issuperset(hub.wanted)
+            and self.breaks == self.ports.intersection(hub.replaced)
+        )
+
 
 _KEPT = 16
 """Captured forwards that are kept; the one that was not used for the longest time goes first."""
@@ -53,6 +77,9 @@ _MOST_BYTES = 1 << 30
 """What that memory may be for all captured forwards."""
 
 _TWICE = 2
+_GRAPH_AND_TURNS = 2
+"""Pieces of a forward that is one graph."""
+
 _MOST_MISSES = 10
 _REMEMBERED = 1000
 _log = logging.getLogger(__name__)
@@ -115,7 +142,6 @@ class Graphs:
         self._forwards: OrderedDict[_Key, _Forward] = OrderedDict()
         self._seen: Counter[_Key] = Counter()
         self._misses: Counter[_Key] = Counter()
-        self._edited: set[Port] = set()
         self._too_large: set[_Key] = set()
         self._unfit = False
         self._left: list[object] = []
@@ -123,7 +149,7 @@ class Graphs:
     def expected(self, hub: Hub, shares: Mapping[str, Share], without: Collection[str]) -> list[str]:
         """Requests whose blocks may begin the step behind the forward; `without` are those that must not."""
         forward = next(reversed(self._forwards.values()), None)
-        if forward is None or forward.first is None:
+        if forward is None or forward.first is None or not hub.replaced.isdisjoint(forward.late):
             return []
         found = []
         for request, share in shares.items():
@@ -154,8 +180,9 @@ class Graphs:
         if forward is not None:
             return self._replay(key, forward, hub, prepare)
         output = prepare(False)()
-        key = (rows, frozenset(hub.served))
-        if key[1] and len(key[1]) <= _MOST_PORTS and key not in self._forwards and key not in self._too_large:
+        ports = frozenset(hub.served)
+        key = _Key(rows, ports, ports.intersection(hub.replaced))
+        if ports and len(ports) <= _MOST_PORTS and key not in self._forwards and key not in self._too_large:
             if len(self._seen) > _REMEMBERED:
                 self._seen.clear()
                 self._misses.clear()
@@ -165,19 +192,31 @@ class Graphs:
                     self._try_capture(key, hub, prepare)
         return output
 
+    def run_late(self, rows: int, hub: Hub) -> object | None:
+        """The forward of a step that is kept for the blocks (`LaggingHub`); None if it has no graph."""
+        key = next(reversed(self._forwards), None)
+        if key is None or key.rows != rows or not isinstance(hub, LaggingHub):
+            return None
+        forward = self._forwards[key]
+        if forward.first is None or forward.first is not hub.passes:
+            return None
+        self.replayed += 1
+        forward.pieces[0]()
+        hub.keep(forward.first.passed)
+        return forward.output
+
     def _fitting(self, rows: int, hub: Hub) -> tuple[_Key, _Forward | None]:
         """The forward that was used last among those with all ports that are waited for now."""
-        wanted = hub.wanted
         for key in reversed(self._forwards):
-            if key[0] == rows and key[1].issuperset(wanted):
+            if key.fits(rows, hub):
                 self._forwards.move_to_end(key)
                 return key, self._forwards[key]
-        return (rows, frozenset()), None
+        return _Key(rows, frozenset(), frozenset()), None
 
     # --- replay
 
     def _replay(self, key: _Key, forward: _Forward, hub: Hub, prepare: Prepare) -> object:
-        self._hub, self._ports = hub, key[1]
+        self._hub, self._ports = hub, key.ports
         self.replayed += 1
         try:
             for piece in forward.pieces:
@@ -185,11 +224,15 @@ class Graphs:
         except Missed as miss:
             self.missed += 1
             if not self._left:  # blocks that began the step behind the forward do something else in this one
-                return self.run(key[0], hub, prepare)
-            self._forget(key, miss.edited)
+                return self.run(key.rows, hub, prepare)
+            if miss.edited is None:  # else there will be another one, with a break there
+                self._forwards.pop(key, None)
+                self._misses[key] += 1
             return self._again(prepare(False))
         finally:
             self._left = []
+        if isinstance(hub, LaggingHub) and len(forward.pieces) == _GRAPH_AND_TURNS:
+            hub.passes = forward.first
         return forward.output
 
     def _serve(self, port: Port, value: object, goes_on: list[torch.Tensor]) -> None:
@@ -226,16 +269,6 @@ class Graphs:
         finally:
             hub.end_supply()
 
-    def _forget(self, key: _Key, edited: Port | None) -> None:
-        """Forget a forward in which a step did not fit; and all others that would have served an edited port late."""
-        self._forwards.pop(key, None)
-        if edited is None:
-            self._misses[key] += 1
-            return
-        self._edited.add(edited)
-        for other in [other for other, forward in self._forwards.items() if edited in forward.late]:
-            del self._forwards[other]
-
     def _again(self, call: Callable[[], object]) -> object:
         """The forward module by module, with what was left at the ports that have been served.
 
@@ -265,10 +298,8 @@ class Graphs:
     # --- capture
 
     def _try_capture(self, key: _Key, hub: Hub, prepare: Prepare) -> None:
-        ports = key[1]
-        self._edited |= ports & hub.replaced
         try:
-            forward = self._capture(ports, ports & self._edited, hub, prepare(True))
+            forward = self._capture(key.ports, key.breaks, hub, prepare(True))
         except Exception:
             self._unfit = True
             self._forwards.clear()

@@ -36,8 +36,8 @@ from .compat import (
     get_pp_group,
     get_tp_group,
 )
+from .hubs import whole_hub
 from .module_call import call_module
-from .serving import whole_hub
 
 if TYPE_CHECKING:
     from .adapter import RunnerAdapter

@@ -122,6 +122,11 @@ class RunnerV2(TracedRunner, _Runner):
     def _in_pieces(self, rows: int) -> object:
         if self.pieces is None:
             self.pieces = Graphs(self.model_state.model)
+        if self.serving.hub.lagging:
+            output = self.pieces.run_late(rows, self.serving.hub)
+            if output is not None:
+                return output
+            self.serving.resume()
         with set_forward_context(None, self.vllm_config, rows):  # for modules that a block calls
             return self.pieces.run(rows, self.serving.hub, self._prepared, self.serving.take_expected())
 
@@ -242,6 +247,9 @@ class AdapterV2(Adapter):
     A request that goes on after a preemption comes as a new one, under the id that it had.
     """
 
+    _asked: tuple[list[str], Any] | None = None
+    """The requests of the last step that was asked about, and the position that each has come to."""
+
     def clean(self, request_id: str) -> None:
         """See `RunnerAdapter`; the tables of the blocks are on the device, and their lengths on the host."""
         runner = self._runner
@@ -260,8 +268,18 @@ class AdapterV2(Adapter):
         batch, states = self._runner.batch, self._runner.req_states
         at = batch.idx_mapping_np
         starts = [0, *np.cumsum(batch.num_scheduled_tokens).tolist()]
-        computed, prompts = states.num_computed_tokens_np[at].tolist(), states.prompt_len.np[at].tolist()
-        return shares(batch.req_ids, starts, computed, prompts, rows)
+        positions = states.num_computed_tokens_np[at]
+        self._asked = batch.req_ids, positions + batch.num_scheduled_tokens
+        return shares(batch.req_ids, starts, positions.tolist(), states.prompt_len.np[at].tolist(), rows)
+
+    def follows(self) -> bool:
+        """See `RunnerAdapter`."""
+        batch, before = self._runner.batch, self._asked
+        positions = self._runner.req_states.num_computed_tokens_np[batch.idx_mapping_np]
+        self._asked = batch.req_ids, positions + 1
+        if before is None or batch.has_prefill or batch.num_tokens != len(batch.req_ids):
+            return False
+        return bool(before[0] == batch.req_ids and (before[1] == positions).all())
 
     def tokens(self, output: Any) -> Mapping[str, int]:
         """See `RunnerAdapter`."""

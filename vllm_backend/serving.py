@@ -15,17 +15,17 @@ import torch
 from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InternalError, MisuseError
-from ..interleaver.deferring_hub import DeferringHub
 from ..interleaver.device import Cuda, DeviceLimit
 from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
+from ..interleaver.lagging_hub import LaggingHub
 from ..interleaver.launch import launch
 from ..interleaver.outcome import reply_of
 from ..interleaver.staged_hub import Staged
 from ..interleaver.supply import Supply
 from ..tracer.block import Payload, TensorBlob
 from .ahead import Ahead
-from .module_call import call_module
+from .hubs import fit_in, is_whole, whole_hub
 from .outbox import Outbox
 from .request_output import decode_output
 from .settings import NOW
@@ -37,11 +37,6 @@ if TYPE_CHECKING:
     from .graphs import Graphs
     from .in_band import Cargo
 
-
-_FIXED_SAMPLES = (
-    "`model.samples` cannot be written in a trace with `logprobs`: vLLM reports those of the token that it sampled "
-    "itself. Leave `logprobs` out and read `model.logits`, or write `model.logits` so that the token is sampled."
-)
 
 _LOGITS = -1
 """The number of all supplies that hold the logits."""
@@ -78,6 +73,8 @@ class Serving:
         self._make_hub = make_hub or whole_hub
         self._ahead = Ahead(adapter.tokens) if ahead else None
         self._late: Sequence[str] = ()
+        self._begun: tuple[int, Graphs | None] = 0, None
+        self._padded = 0
         self._expected: Sequence[str] = ()
         self._device_limit: DeviceLimit | None = None
         self._limits = limits
@@ -155,7 +152,7 @@ class Serving:
     @property
     def repeatable(self) -> bool:
         """Whether a forward does the same when it is run again."""
-        return isinstance(self._ready(), DeferringHub)
+        return isinstance(self._ready(), LaggingHub)
 
     @property
     def needs_modules(self) -> bool:
@@ -181,10 +178,21 @@ class Serving:
 
     def pad(self, padded: int) -> None:
         """The forward runs on this many rows."""
+        self._padded = padded
         self._ready().pad(padded)
+
+    def resume(self) -> None:
+        """The step that has begun cannot be kept for the blocks after all: they have their turns now, as ever."""
+        hub = self._ready()
+        if isinstance(hub, LaggingHub):
+            hub.catch_up()
+        self.begin(*self._begun)
+        self.pad(self._padded)
 
     def eagerly(self) -> AbstractContextManager[None]:
         """The forward runs module by module in this context."""
+        if self._ready().lagging:
+            self.resume()
         if self._expected:
             self._ready().enter(self.take_expected())
         return self._adapter.eagerly()
@@ -307,7 +315,12 @@ class Serving:
     def _begin(self, rows: int, graphs: Graphs | None) -> None:
         if self._device_limit is not None:
             self._check_device(self._device_limit)
-        hub, shares = self._ready(), self._adapter.shares(rows)
+        hub = self._ready()
+        self._begun = rows, graphs
+        if isinstance(hub, LaggingHub) and hub.armed and hub.lags(follows=self._adapter.follows()):
+            self._late = ()
+            return
+        shares = self._adapter.shares(rows)
         without: set[str] = set()
         if self._ahead is not None:
             self._late = self._ahead.late(hub.mediators, shares)
@@ -326,7 +339,7 @@ class Serving:
         late, self._late = self._late, ()
         over = self._ahead.over(late)
         hub, entering = self._ready(), [request for request in late if request not in over]
-        if _is_whole(hub):
+        if is_whole(hub):
             hub.supply(Supply([(port_at("", LOGITS), logits)], {}, _LOGITS), entering)
         hub.enter(entering)
 
@@ -344,10 +357,7 @@ class Serving:
             groups=self._groups,
             limits=self._limits,
         )
-        if not _is_whole(hub):
-            launched.mediator.alone = False  # its twins in other workers have their turns when it has
-        launched.mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
-        launched.mediator.partial_prompt = new.reuses_prefix
+        fit_in(launched.mediator, hub, payload, new)
         group = payload.group.trace if payload.group is not None else None
         if self._ahead is not None:
             self._ahead.add(new.request_id, payload.group, new.stops, no_module=payload.no_module)
@@ -386,14 +396,3 @@ class Serving:
     def _fired(self, kind: str, value: torch.Tensor) -> torch.Tensor:
         replaced = self._ready().fire(port_at("", kind), value)
         return replaced if isinstance(replaced, torch.Tensor) else value
-
-
-def _is_whole(hub: Hub) -> bool:
-    """Whether no other worker has a part of the model."""
-    return type(hub) in (Hub, DeferringHub)
-
-
-def whole_hub(adapter: RunnerAdapter) -> Hub:
-    """The hub of a worker that has the whole model."""
-    kind = DeferringHub if adapter.repeatable() else Hub
-    return kind(adapter.model(), call_module, compiled=adapter.compiled())

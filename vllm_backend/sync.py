@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import copy
 from typing import NamedTuple, cast
 from uuid import uuid4
 
@@ -56,7 +57,7 @@ def with_payload(request: Request, payload: Payload) -> SamplingParams:
     """
     if payload.group is not None and payload.group.common:
         payload = structs.replace(payload, group=structs.replace(payload.group, common=()))
-    params = request.params.clone()
+    params = copy(request.params)  # vLLM copies what is in it
     params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(payload)}
     params.skip_reading_prefix_cache = not request.reuse_prefix
     return params
@@ -99,7 +100,7 @@ class SyncBackend:
             again = [at for at, (reply, _) in enumerate(done) if was_preempted(reply)]
             if not again:
                 break
-            fresh = [(structs.replace(samples[at][0], trace=uuid4().hex), samples[at][1]) for at in again]
+            fresh = [(again_without_delay(samples[at][0]), samples[at][1]) for at in again]
             for at, outcome in zip(again, self._attempt(fresh), strict=True):
                 done[at] = outcome
         return joined(done)
@@ -184,6 +185,11 @@ def was_preempted(reply: Reply) -> bool:
     return reply.failure is not None and reply.failure.qualname == PreemptedError.__qualname__
 
 
+def again_without_delay(payload: Payload) -> Payload:
+    """A block that was run in vain, as that of another trace, and with its turns at their time."""
+    return structs.replace(payload, trace=uuid4().hex, steady=False)
+
+
 def another_trace(payloads: Sequence[Payload]) -> list[Payload]:
     """The blocks of a trace, as those of another one."""
     name = uuid4().hex
@@ -191,6 +197,7 @@ def another_trace(payloads: Sequence[Payload]) -> list[Payload]:
         structs.replace(
             payload,
             trace=uuid4().hex,
+            steady=False,
             group=structs.replace(payload.group, trace=name) if payload.group is not None else None,
         )
         for payload in payloads

@@ -5,6 +5,7 @@ The other tests of the contract run on a GPU as they are; this is what they cann
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from invivo import VLLM, MemoryLimitError, save
+from invivo.vllm_backend.graphs import Graphs
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
 from support.contract import TINY_ENGINE
@@ -161,11 +163,10 @@ def test_ports_that_are_only_read_leave_the_graph_whole(
     found, again = run(12, 8)
     assert again > 0 and max(differ(found, elsewhere)) < 1e-2
     assert runner(model).pieces.missed == 1
-    run(5)
     found, _ = run(12, 8)
-    assert runner(model).pieces.missed == 1 and max(differ(found, elsewhere)) < 1e-2
+    assert runner(model).pieces.missed == 2 and max(differ(found, elsewhere)) < 1e-2
     found, replayed = run(12)
-    assert replayed >= 22 and max(differ(found, expected)) < 1e-2
+    assert replayed >= 11 and max(differ(found, expected)) < 1e-2
     model.check_integrity()
 
 
@@ -252,3 +253,96 @@ def test_what_a_block_holds_on_the_gpu_is_bounded(model: VLLM, monkeypatch: pyte
     assert torch.cuda.memory_allocated() < before + (40 << 20)
     assert len(plain(model, [PROMPT])[0]) == STEPS
     model.check_integrity()
+
+
+def test_blocks_that_only_read_have_several_steps_in_one_turn(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they get is what they get step by step."""
+    if not hasattr(runner(model), "pieces"):
+        pytest.skip("with Model Runner V2 only")
+    steps, prompts = 60, [PROMPT, PROMPT[::-1], PROMPT[3:]]
+
+    def run() -> tuple[list[list[Any]], list[list[int]]]:
+        with model.trace(max_tokens=steps, temperature=0, ignore_eos=True) as tracer:
+            for at, prompt in enumerate(prompts):
+                with tracer.invoke(prompt, max_tokens=steps - 9 * at):
+                    seen: Any = []
+                    for _ in tracer.iter[:]:
+                        hidden, residual = model.model.layers[1].output
+                        inner = model.model.layers[2].mlp.output
+                        seen.append([hidden, residual, inner, model.logits, model.samples])
+                    seen.save()
+        return [one.saves["seen"] for one in tracer.invokes], [
+            list(one.result.outputs[0].token_ids) for one in tracer.invokes
+        ]
+
+    hub = runner(model).serving.hub
+    with monkeypatch.context() as without:
+        without.setattr(type(hub), "lags", lambda *_, **__: False)
+        expected, tokens = run()
+    before = hub.kept
+    found, same = run()
+    assert hub.kept > before + 30 and hub.strayed == 0
+    assert same == tokens
+    for one, other in zip(found, expected, strict=True):
+        assert len(one) == len(other)
+        for parts, others in zip(one, other, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(parts, others, strict=True))
+    model.check_integrity()
+
+
+def test_a_block_that_strays_is_run_again(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not hasattr(runner(model), "pieces"):
+        pytest.skip("with Model Runner V2 only")
+
+    which = [1] * 30 + [2] + [1] * 30
+
+    def run() -> list[torch.Tensor]:
+        with model.trace(PROMPT, max_tokens=50, temperature=0, ignore_eos=True) as tracer:
+            seen: Any = []
+            for step in tracer.iter[:]:
+                seen.append(model.model.layers[which[step]].mlp.output)
+            seen.save()
+        assert len(tracer.result.outputs[0].token_ids) == 50
+        return list(seen)
+
+    hub = runner(model).serving.hub
+    with monkeypatch.context() as without:
+        without.setattr(type(hub), "lags", lambda *_, **__: False)
+        expected = run()
+    strayed = hub.strayed
+    found = run()
+    assert hub.strayed == strayed + 1
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    model.check_integrity()
+
+
+def test_new_ports_hold_nobody_up_and_one_look_captures_nothing(model: VLLM) -> None:
+    if not hasattr(runner(model), "pieces"):
+        pytest.skip("with Model Runner V2 only")
+    engine: Any = model.engine.llm_engine
+    step, took = engine.step, list[float]()
+
+    def timed() -> Any:
+        began = time.perf_counter()
+        found = step()
+        took.append(time.perf_counter() - began)
+        return found
+
+    def run(reads: range) -> int:
+        before = set(runner(model).pieces._forwards)
+        with model.trace(max_tokens=12, temperature=0, ignore_eos=True) as tracer:
+            with tracer.invoke(PROMPT):
+                for number in tracer.iter[:]:
+                    if number in reads:
+                        model.model.layers[0].self_attn.o_proj.output
+            with tracer.invoke(PROMPT[::-1]):
+                model.logits
+        return len(set(runner(model).pieces._forwards) - before)
+
+    run(range(12))  # compiles what Triton needs
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner(model), "pieces", Graphs(runner(model).model_state.model))
+        patch.setattr(engine, "step", timed)
+        assert run(range(5, 6)) == 0
+        assert run(range(12)) == 1
+    assert max(took) < 1

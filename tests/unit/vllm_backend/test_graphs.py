@@ -242,9 +242,24 @@ def test_an_edit_where_nobody_edited_runs_the_forward_again(alone: bool) -> None
     assert (engine.graphs.replayed, engine.graphs.missed) == (7, 1)
 
 
-def test_an_edit_forgets_all_forwards_that_would_miss_it() -> None:
-    engine = both(at_step(5, doubles), reads, steps=6)
-    assert engine.graphs is not None and not engine.graphs._forwards and engine.graphs._edited == {out("layers.1.mlp")}
+def test_a_forward_without_breaks_is_kept_for_those_that_do_not_edit() -> None:
+    def run(body: Body, steps: int) -> None:
+        mediator = engine.add("a", body, [])
+        for number in range(steps):
+            engine.step(number)
+        mediator.end(None)
+        engine.hub.remove("a")
+
+    engine = Engine(pieces=True)
+    run(at_step(99, doubles), 6)
+    assert engine.graphs is not None and FakeGraph.made == 1
+    run(at_step(0, doubles), 6)
+    assert FakeGraph.made == 1 + 2
+    calls, missed = engine.calls, engine.graphs.missed
+    run(at_step(99, doubles), 6)
+    run(at_step(0, doubles), 6)
+    assert FakeGraph.made == 3 and engine.calls == calls + 1  # the first step that edits
+    assert engine.graphs.missed == missed + 1
 
 
 def test_edits_of_several_blocks_behind_the_forward() -> None:

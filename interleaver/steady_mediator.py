@@ -1,0 +1,174 @@
+"""A block that does the same in every step and only reads, and so may have several steps in one turn.
+
+See `lagging_hub`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import greenlet
+import torch
+
+from ..envoy.address import Port
+from .mediator import Mediator
+from .modes import Outside
+from .torch_compat import version_of
+from .values import Held
+from .waits import EndWait, StepWait, Wait
+
+
+class _Kept(Held):
+    """What the block holds of a port of a kept step: a copy that must stay as it is."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.value = self._copy = None
+        self.changed = None
+
+    def show(self, copy: object) -> None:
+        """Hold another copy, which is new."""
+        self.value = self._copy = copy
+
+    def assign(self, value: object, where: str) -> None:
+        """See `Held`."""
+        self.value = value
+
+    def settle(self) -> None:
+        """See `Held`."""
+        copy = self._copy
+        if self.value is copy:
+            if isinstance(copy, torch.Tensor):
+                if version_of(copy) == 0:
+                    return
+            elif copy is None or not any(map(version_of, copy)):  # type: ignore[call-overload]  # it is a tuple
+                return
+        self.changed = []
+
+
+class SteadyMediator(Mediator):
+    """A mediator that can be given kept steps.
+
+    Attributes:
+        trail: the ports that the block came to in the last step that it had at its time, in order.
+        before: those of the step before that.
+        calls: it has called a module.
+        strayed: with a kept step it has done something else than reading the same ports in the same order.
+    """
+
+    trail: list[Port]
+    before: list[Port]
+    calls = False
+    strayed = False
+    _columns: Sequence[Sequence[object]] = ()
+    _count = _number = _at = 0
+    _copy: _Kept
+
+    @classmethod
+    def make(cls, mediator: Mediator) -> None:
+        """Make a mediator that has had no turn yet a steady one."""
+        mediator.__class__ = cls
+        assert isinstance(mediator, cls), "it is one now"
+        mediator.trail, mediator.before, mediator._copy = [], [], _Kept()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it does the same as ever, as far as can be seen, and waits for its next step."""
+        wait = self.wait
+        usual = self.trail == self.before and len(self.trail) > 0 and not (self.calls or self.edited)
+        return usual and self.alone and type(wait) is StepWait and wait.step == self.step + 1
+
+    def catch_up(self, columns: Sequence[Sequence[object]], count: int) -> None:
+        """Have the turns of kept steps, the next ones.
+
+        Args:
+            columns: for each port of the trail, the copies, one for each step.
+            count: of the steps.
+        """
+        outside = Outside()
+        self._columns, self._count, self._number = columns, count, -1
+        try:
+            while not self.strayed and self._number + 1 < count and self._waits_for_next:
+                self.at_step(self.step + 1, outside)
+        finally:
+            self._columns, self._count = (), 0
+        if not self.done and not self._waits_for_next:
+            self.strayed = True
+
+    @property
+    def _waits_for_next(self) -> bool:
+        return type(self.wait) is StepWait and self.wait.step == self.step + 1
+
+    def at_step(self, step: int, outside: Outside | None = None) -> None:
+        """See `Mediator`."""
+        if self._count:
+            self._number, self._at = self._number + 1, -1
+        else:
+            self.before, self.trail = self.trail, []
+        super().at_step(step, outside)
+
+    # --- the block's side
+
+    def advance(self, step: int) -> bool:
+        """See `Mediator`; goes on to the next kept step without handing over, if the turn has not lasted long."""
+        more = self._number + 1 < self._count and step == self.step + 1
+        if more and not (self._guard is not None and self._guard.long) and self._leaves():
+            self.step, self._number, self._at = step, self._number + 1, -1
+            self.port = self.held = None
+            return True
+        return super().advance(step)
+
+    def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """See `Mediator`; a module is called while the model runs."""
+        self.calls = True
+        if self._count:
+            self._stray(EndWait())
+        return super().call(address, args, kwargs)
+
+    def stop(self) -> None:
+        """See `Mediator`; the request has gone on."""
+        self.strayed = self.strayed or self._count > 0
+        super().stop()
+
+    def hand_over(self, wait: Wait) -> object:
+        """See `Mediator`."""
+        if self._count and not self._leaves():
+            self.strayed = True
+        return super().hand_over(wait)
+
+    def _go(self, port: Port) -> None:
+        if not self._count:
+            self.trail.append(port)
+            super()._go(port)
+            return
+        at = self._at + 1
+        if at < len(self.trail) and self.trail[at] is port and self._leaves():
+            self._copy.show(self._columns[at][self._number])
+            self.port, self.held, self._at = port, self._copy, at
+        else:
+            self._stray(port)
+
+    def _leave_last(self) -> None:
+        super()._leave_last()
+        self.strayed = self.strayed or (self._count > 0 and self._changed)
+
+    def _leaves(self) -> bool:
+        """See whether the block may leave its port and go on."""
+        if self.held is not None:
+            self.held.settle()
+            if self._changed:
+                return False
+        guard = self._guard
+        if guard is not None and (self.saved or guard.error is not None):
+            guard.check(self.saved)
+        return greenlet.getcurrent() is self._greenlet
+
+    @property
+    def _changed(self) -> bool:
+        return self.held is not None and self.held.changed is not None
+
+    def _stray(self, wait: Wait) -> None:
+        """Do what cannot be done with a kept step: the block does not come back from here."""
+        self.strayed = True
+        self.hand_over(wait)

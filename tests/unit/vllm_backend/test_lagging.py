@@ -1,0 +1,304 @@
+"""Blocks that have their turns some steps later: what they get is what they would have got at the time.
+
+The model is made up, and so are its graphs (`support.fake_graph`).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from invivo.envoy.address import LOGITS, OUTPUT, SAMPLES, Port, port_at
+from invivo.envoy.errors import PreemptedError
+from invivo.interleaver.hub import Hub
+from invivo.interleaver.lagging_hub import LaggingHub
+from invivo.interleaver.mediator import Mediator
+from invivo.interleaver.modes import Turns
+from invivo.interleaver.steady_mediator import SteadyMediator
+from invivo.interleaver.windows import Share, shares
+from invivo.vllm_backend.graphs import Graphs
+from support.fake_graph import FakeGraph
+
+WIDTH = 4
+Visit = Callable[[Mediator, int], Any]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual = x
+        else:
+            residual.add_(x)
+        return self.mlp(residual.tanh()), residual
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(WIDTH, WIDTH)
+        self.layers = torch.nn.ModuleList([Layer() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, residual = self.embed(x), None
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual)
+        return hidden + residual
+
+
+class Engine:
+    """Decodes requests, as Runner V2 and `Serving` do with graphs, or module by module."""
+
+    def __init__(self, *, late: bool) -> None:
+        torch.manual_seed(0)
+        self.model = Model().train(False)
+        self.hub: Hub = (LaggingHub if late else Hub)(self.model, compiled=True)
+        self.graphs = Graphs(self.model, FakeGraph) if late else None
+        self.input = torch.zeros(0, WIDTH)
+        self.done: dict[str, int] = {}
+        self.before: tuple[list[str], list[int]] = [], []
+
+    def add(self, request: str, mediator: Mediator) -> None:
+        if self.graphs is not None:
+            SteadyMediator.make(mediator)
+        mediator.index = ord(request)
+        self.hub.add(request, mediator, WIDTH)
+        self.done[request] = 0
+
+    def step(self, names: Sequence[str], number: int) -> list[list[float]]:
+        """One engine step; the value of a row depends on its request and step alone."""
+        with torch.inference_mode():
+            at = [self.done[name] for name in names]
+            padded = len(names) + 1
+            if self.input.shape[0] != padded:
+                self.input = torch.zeros(padded, WIDTH)
+                if self.graphs is not None:
+                    self.graphs = Graphs(self.model, FakeGraph)
+            for row, (name, step) in enumerate(zip(names, at, strict=True)):
+                self.input[row] = torch.randn(WIDTH, generator=torch.Generator().manual_seed(ord(name) * 1000 + step))
+            split = shares(list(names), range(len(names) + 1), at, [1] * len(names), len(names))
+            output = self._forward([*names], at, split, padded)
+            self.hub.forward_done()
+            logits = output[: len(names)].clone()
+            replaced: Any = self.hub.fire(port_at("", LOGITS), logits)
+            samples = (logits if replaced is None else replaced).argmax(-1)
+            replaced = self.hub.fire(port_at("", SAMPLES), samples)
+            self.hub.finish_step()
+            for name in names:
+                self.done[name] += 1
+            return logits.tolist()  # type: ignore[no-any-return]
+
+    def _forward(self, names: list[str], at: list[int], split: dict[str, Share], padded: int) -> torch.Tensor:
+        hub, graphs, call = self.hub, self.graphs, lambda: self.model(self.input)
+        follows, self.before = self.before == (names, at), (names, [step + 1 for step in at])
+        if graphs is None or not isinstance(hub, LaggingHub):
+            hub.begin(split)
+            hub.pad(padded)
+            return call()  # type: ignore[no-any-return]
+        found: Any
+        if hub.armed and hub.lags(follows=follows):
+            hub.pad(padded)
+            if not hub.needs_modules:
+                return call()  # type: ignore[no-any-return]
+            found = graphs.run_late(padded, hub)
+            if found is not None:
+                return found  # type: ignore[no-any-return]
+            hub.catch_up()
+        entering = graphs.expected(hub, split, ())
+        hub.begin(split, entering)
+        hub.pad(padded)
+        if (entering or hub.needs_modules) and hub.learned is not None:
+            found = graphs.run(padded, hub, lambda _: call, entering)
+            return found  # type: ignore[no-any-return]
+        return call()  # type: ignore[no-any-return]
+
+
+def body(visit: Visit, seen: list[Any]) -> Callable[[Mediator], dict[str, object]]:
+    def run(mediator: Mediator) -> dict[str, object]:
+        step = 0
+        while not step or mediator.advance(step):
+            seen.append(visit(mediator, step))
+            step += 1
+        return {}
+
+    return run
+
+
+def out(address: str) -> Port:
+    return port_at(address, OUTPUT)
+
+
+def reads(*ports: Port) -> Visit:
+    def visit(mediator: Mediator, step: int) -> Any:
+        return [mediator.read(port, port.kind) for port in ports]
+
+    return visit
+
+
+PORTS = [
+    out("layers.0"),
+    out("layers.1.mlp"),
+    out("layers.1"),
+    out("layers.2.mlp"),
+    port_at("", LOGITS),
+    port_at("", SAMPLES),
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and bool((one == other).all())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def compare(visits: dict[str, Visit], batches: Sequence[Sequence[str]]) -> tuple[LaggingHub, dict[str, Any]]:
+    """Run blocks at their time and late; assert that those that did not stray have seen the same."""
+    results: list[tuple[dict[str, list[Any]], dict[str, Any], Hub]] = []
+    for late in (False, True):
+        engine = Engine(late=late)
+        seen: dict[str, list[Any]] = {name: [] for name in visits}
+        failures: dict[str, Any] = {}
+        for name, visit in visits.items():
+            engine.add(name, Mediator(engine.hub.tree, Turns(0, None, ()), body(visit, seen[name])))
+        for number, names in enumerate(batches):
+            engine.step(names, number)
+        for name in visits:
+            with torch.inference_mode():
+                engine.hub.end(name, None)
+            failures[name] = engine.hub.mediators[name].failure
+            engine.hub.remove(name)
+        engine.hub.check_integrity()
+        results.append((seen, failures, engine.hub))
+    (expected, errors, _), (found, others, hub) = results
+    for name in visits:
+        if isinstance(others[name], PreemptedError):
+            continue
+        assert (type(errors[name]), str(errors[name])) == (type(others[name]), str(others[name]))
+        assert same(expected[name], found[name]), name
+    assert isinstance(hub, LaggingHub)
+    return hub, others
+
+
+@pytest.mark.parametrize("ports", [PORTS[:1], PORTS[1:3], PORTS[4:5], PORTS[5:], PORTS])
+def test_what_is_read_later_is_what_was_there(ports: list[Port]) -> None:
+    hub, failures = compare({name: reads(*ports) for name in "abc"}, ["abc"] * 60)
+    assert hub.kept > 40 and hub.strayed == 0 and set(failures.values()) == {None}
+
+
+def test_blocks_that_read_different_ports() -> None:
+    hub, _ = compare({"a": reads(PORTS[0]), "b": reads(*PORTS[2:5]), "c": reads(PORTS[5])}, ["abc"] * 40)
+    assert hub.kept > 20
+
+
+def strays(step: int, what: Callable[[Mediator], object]) -> Visit:
+    def visit(mediator: Mediator, number: int) -> Any:
+        hidden: Any = mediator.read(PORTS[1], "output")
+        if number == step:
+            what(mediator)
+        return [hidden, mediator.read(PORTS[4], "logits")]
+
+    return visit
+
+
+def edits(mediator: Mediator) -> None:
+    mediator.held.value[:] *= 2  # type: ignore[union-attr, index]
+
+
+def assigns(mediator: Mediator) -> None:
+    mediator.write(PORTS[1], "output", mediator.held.value * 2)  # type: ignore[union-attr, operator]
+
+
+def stops(mediator: Mediator) -> None:
+    mediator.stop()
+
+
+def asks(mediator: Mediator) -> None:
+    mediator.read(PORTS[0], "output")
+
+
+def asks_another(mediator: Mediator) -> None:
+    mediator.read(PORTS[2], "output")
+
+
+def calls(mediator: Mediator) -> None:
+    mediator.call("layers.0.mlp", (torch.zeros(1, WIDTH),), {})
+
+
+def waits(mediator: Mediator) -> None:
+    mediator.result()
+
+
+@pytest.mark.parametrize("step", [20, 29, 30, 31])
+@pytest.mark.parametrize("what", [edits, assigns, stops, asks, asks_another, calls, waits])
+def test_one_that_does_something_else_is_run_again(what: Callable[[Mediator], object], step: int) -> None:
+    hub, failures = compare({"a": strays(step, what), "b": reads(PORTS[0])}, ["ab"] * 40)
+    assert hub.kept > 10 and hub.strayed == 1
+    assert isinstance(failures["a"], PreemptedError) and failures["b"] is None
+
+
+def test_an_exception_is_the_blocks_own() -> None:
+    def fails(mediator: Mediator) -> None:
+        raise ValueError("as it should")
+
+    hub, failures = compare({"a": strays(25, fails), "b": reads(PORTS[0])}, ["ab"] * 40)
+    assert hub.strayed == 0 and isinstance(failures["a"], ValueError) and failures["b"] is None
+
+
+def test_what_was_read_earlier_may_be_changed() -> None:
+    def visit(mediator: Mediator, step: int) -> Any:
+        first: Any = mediator.read(PORTS[0], "output")
+        second: Any = mediator.read(PORTS[2], "output")
+        first[0].mul_(3)
+        kept.append(first[1])
+        return [first, second, mediator.read(PORTS[4], "logits")]
+
+    kept: list[torch.Tensor] = []
+    hub, failures = compare({"a": visit, "b": reads(PORTS[0], PORTS[2])}, ["ab"] * 40)
+    assert hub.kept > 20 and set(failures.values()) == {None}
+
+
+def test_no_block_has_memory_of_another() -> None:
+    where: dict[str, set[int]] = {"a": set(), "b": set()}
+
+    def noting(name: str) -> Visit:
+        def visit(mediator: Mediator, step: int) -> Any:
+            for tensor in mediator.read(PORTS[0], "output"):  # type: ignore[attr-defined]
+                alive.append(tensor)
+                where[name].add(tensor.untyped_storage().data_ptr())
+            return None
+
+        return visit
+
+    alive: list[torch.Tensor] = []
+    compare({"a": noting("a"), "b": noting("b")}, ["ab"] * 40)
+    assert not where["a"] & where["b"]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_any_batches(seed: int) -> None:
+    """Requests leave batches and come back, change their order, and stray."""
+    chance = random.Random(seed)
+    visits: dict[str, Visit] = {}
+    for name in "abcd"[: chance.randint(1, 4)]:
+        ports = sorted(chance.sample(range(len(PORTS)), chance.randint(1, 3)))
+        visits[name] = reads(*(PORTS[at] for at in ports))
+    if chance.random() < 0.3:
+        visits["a"] = strays(chance.randint(5, 60), chance.choice([edits, stops, asks, asks_another]))
+    batches: list[list[str]] = []
+    names = [*visits]
+    while len(batches) < 80:
+        if chance.random() < 0.5:
+            chance.shuffle(names)
+        some = names if chance.random() < 0.7 else names[: chance.randint(1, len(names))]
+        batches += [[*some]] * chance.choice([1, 2, 3, 12, 25, 40])
+    hub, _ = compare(visits, batches)
+    assert hub.kept

@@ -1,0 +1,41 @@
+"""The hub of a worker that has the whole model, and how a block becomes one of its."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..interleaver.hub import Hub
+from ..interleaver.lagging_hub import LaggingHub
+from ..interleaver.steady_mediator import SteadyMediator
+from .module_call import call_module
+
+if TYPE_CHECKING:
+    from ..interleaver.mediator import Mediator
+    from ..tracer.block import Payload
+    from .adapter import NewRequest, RunnerAdapter
+
+_FIXED_SAMPLES = (
+    "`model.samples` cannot be written in a trace with `logprobs`: vLLM reports those of the token that it sampled "
+    "itself. Leave `logprobs` out and read `model.logits`, or write `model.logits` so that the token is sampled."
+)
+
+
+def is_whole(hub: Hub) -> bool:
+    """Whether no other worker has a part of the model."""
+    return type(hub) in (Hub, LaggingHub)
+
+
+def whole_hub(adapter: RunnerAdapter) -> Hub:
+    """The hub of a worker that has the whole model, and how a block becomes one of its."""
+    kind = LaggingHub if adapter.repeatable() else Hub
+    return kind(adapter.model(), call_module, compiled=adapter.compiled())
+
+
+def fit_in(mediator: Mediator, hub: Hub, payload: Payload, new: NewRequest) -> None:
+    """Say what of the engine and its request concerns a block that has had no turn yet."""
+    if not is_whole(hub):
+        mediator.alone = False  # its twins in other workers have their turns when it has
+    mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
+    mediator.partial_prompt = new.reuses_prefix
+    if payload.steady and isinstance(hub, LaggingHub) and not (payload.uses or payload.streams or new.stops):
+        SteadyMediator.make(mediator)
