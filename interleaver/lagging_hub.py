@@ -3,8 +3,9 @@
 What a turn costs is handing over, and finding out who has which rows; what the block itself does is the least of it. A
 block that reads the same ports in each step, with nothing in it that depends on a condition (`tracer.steady`), does not
 care when it is told. So where all blocks of an engine are of that kind, and the batch has the same requests as in the
-step before, a step only keeps what passes at their ports, in two or three copies. After some steps the blocks have
-their turns, a few in each engine step, and each goes through all that was kept without handing over.
+step before, a step only keeps what passes at their ports: from the memory of a graph in two or three copies, or as the
+ports fire. After some steps the blocks have their turns, a few in each engine step, and each goes through all that was
+kept without handing over.
 
 They catch up at once when anything else happens: another batch, the end of a request, a call from the client. So nobody
 can tell, except by the time.
@@ -16,8 +17,9 @@ client runs the trace again, without delay. So only blocks are served like this 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,7 +29,7 @@ from .deferring_hub import DeferringHub
 from .mediator import Mediator
 from .steady_mediator import SteadyMediator
 from .torch_compat import clone_each, inference_mode
-from .values import tensors_of
+from .values import map_tensors, tensors_of
 from .waits import EndWait
 
 if TYPE_CHECKING:
@@ -44,12 +46,15 @@ _MOST_BYTES = 64 << 20
 
 _STRAYED = (
     "this trace had to end: its block did something in a step that it had not done in those before (it edited, "
-    "stopped, or asked for other ports), when the engine had gone on without it."
+    "stopped, or asked for other ports), or the model did, when the engine had gone on without it."
 )
 
 
 class _Kept:
     """What passes at some ports at one moment of a step, in several steps.
+
+    Attributes:
+        ports: the ports, in the order of the forward.
 
     Tensors of one shape are kept in one piece, ``[tensors, requests, steps, ...]``, so that a step is written in one
     copy, and what belongs to one request is read in one piece.
@@ -66,14 +71,17 @@ class _Kept:
         for at, tensor in enumerate(flat):
             kinds.setdefault((tensor.shape, tensor.dtype), []).append(at)
         self.bytes = sum(tensor.nbytes for tensor in flat)
+        self.ports = [port for port, _ in passed]
         self._pieces: list[tuple[list[int], torch.Tensor]] = []
+        self._whole: list[torch.Tensor] = [*flat]
         self._rows: list[Sequence[torch.Tensor]] = [()] * len(flat)
+        self._targets: dict[int, list[torch.Tensor]] = {}
         for places in kinds.values():
             one = flat[places[0]]
             piece = one.new_empty((len(places), one.shape[0], room, *one.shape[1:]))
             self._pieces.append((places, piece))
             for place, rows in zip(places, piece.unbind(0), strict=True):
-                self._rows[place] = rows.unbind(0)
+                self._whole[place], self._rows[place] = rows, rows.unbind(0)
         end, self._parts = 0, {}
         for (port, value), each in zip(passed, tensors, strict=True):
             self._parts[port] = range(end, end + len(each)), not isinstance(value, torch.Tensor)
@@ -84,6 +92,22 @@ class _Kept:
         for places, piece in self._pieces:
             given = [tensors[place] for place in places]
             piece.select(2, number).copy_(torch.stack(given) if len(given) > 1 else given[0][None])
+
+    def put_one(self, number: int, port: Port, value: object) -> bool:
+        """Keep what passes at one port in a step; False if it is of another form than in the first one."""
+        places, several = self._parts[port]
+        tensors = [value] if isinstance(value, torch.Tensor) else tensors_of(value)
+        if several is isinstance(value, torch.Tensor) or len(tensors) != len(places):
+            return False
+        targets = self._targets.get(number)
+        if targets is None:
+            targets = self._targets[number] = [whole.select(1, number) for whole in self._whole]
+        for place, tensor in zip(places, tensors, strict=True):
+            target = targets[place]
+            if target.shape != tensor.shape or target.dtype is not tensor.dtype:
+                return False
+            target.copy_(tensor)
+        return True
 
     def views(self, port: Port, row: int, count: int) -> tuple[list[torch.Tensor], bool]:
         """The first steps of one request, ``[steps, ...]`` of each tensor; and whether these are a tuple."""
@@ -131,7 +155,11 @@ class _Steps:
 
 
 class LaggingHub(DeferringHub):
-    """A hub whose blocks may have their turns some steps later. The arguments are `Hub`'s.
+    """A hub whose blocks may have their turns some steps later.
+
+    Args:
+        model, call, compiled: see `Hub`.
+        graphs: steps with modules are kept if they are graphs (`passes`), whose modules are not called.
 
     Attributes:
         armed: all blocks would do with that in the next step.
@@ -141,8 +169,11 @@ class LaggingHub(DeferringHub):
         strayed: blocks that had to be run again.
     """
 
-    def __init__(self, model: torch.nn.Module, call: ModuleCall | None = None, *, compiled: bool = False) -> None:
+    def __init__(
+        self, model: torch.nn.Module, call: ModuleCall | None = None, *, compiled: bool = False, graphs: bool = False
+    ) -> None:
         super().__init__(model, call, compiled=compiled)
+        self._graphs = graphs
         self.armed = False
         self.passes: Supply | None = None
         self.kept = self.strayed = 0
@@ -154,6 +185,8 @@ class LaggingHub(DeferringHub):
         self._spare: _Steps | None = None
         self._modules = False
         self._moment = 0
+        self._fired: list[tuple[Port, object]] = []  # in a forward that is kept as its ports fire
+        self._fits = True
 
     # --- what the engine asks
 
@@ -222,12 +255,28 @@ class LaggingHub(DeferringHub):
         if not self.lagging:
             super().pad(total)
 
+    def run(self, forward: Callable[[], object]) -> object:
+        """See `Hub`."""
+        if not self.lagging:
+            return super().run(forward)
+        for port in self._wanted:
+            if not port.of_step:
+                self._hooks.watch(port)
+        self._fired, self._fits = [], True
+        output = forward()
+        self._guarded(self._forward_kept)
+        return output
+
     def fire(self, port: Port, value: object) -> object:
         """See `Hub`."""
         if not self.lagging:
             return super().fire(port, value)
-        if port.of_step and port in self._wanted:
+        if port not in self._wanted:
+            return None
+        if port.of_step:
             self._guarded(partial(self._keep, [(port, value)]))
+        elif not self.calls.inside and get_ident() == self._thread:
+            self._guarded(partial(self._keep_one, port, value))
         return None
 
     def forward_done(self) -> None:
@@ -276,20 +325,57 @@ class LaggingHub(DeferringHub):
             blocks.append((mediator, share.last.start))
             wanted.update(mediator.trail)
         modules = {port for port in wanted if not port.of_step}
-        if blocks and (not modules or self._can_keep(modules)):
+        if blocks and (self._can_keep(modules) if modules else self._graphs):
             self._blocks, self._wanted, self._modules = blocks, wanted, bool(modules)
             self.armed = True
 
     def _can_keep(self, modules: set[Port]) -> bool:
+        if not self._graphs:  # as far as can be told before they fire
+            return self.learned is not None and all(len(self.tree.places.get(port, ())) == 1 for port in modules)
         if self.passes is None or not modules <= {port for port, _ in self.passes.passed}:
             return False
         values = [value for port, value in self.passes.passed if port in modules]
+        return len(values) == len(modules) and self._have_rows(values)
+
+    def _have_rows(self, values: Sequence[object]) -> bool:
+        """Whether these are tensors, or tuples of them, that have a row for each request."""
         rows = {tensor.shape[0] if tensor.ndim else 0 for value in values for tensor in tensors_of(value)}
         plain = all(
             isinstance(value, torch.Tensor) or (type(value) is tuple and len(tensors_of(value)) == len(value))
             for value in values
         )
-        return plain and len(rows) == 1 and len(values) == len(modules) and rows.pop() >= len(self._shares)
+        return plain and len(rows) == 1 and rows.pop() >= len(self._shares)
+
+    def _keep_one(self, port: Port, value: object) -> None:
+        """Keep what passes at a port of a module, which fires."""
+        steps, at = self._running, len(self._fired)
+        if steps is None or not steps.moments:
+            self._fired.append((port, map_tensors(value, torch.clone)))
+            return
+        kept = steps.moments[0]
+        self._fired.append((port, None))
+        expected = at < len(kept.ports) and kept.ports[at] is port
+        self._fits = self._fits and expected and kept.put_one(steps.count, port, value)
+
+    def _forward_kept(self) -> None:
+        """The forward of a step that is kept as its ports fire is over."""
+        fired, self._fired = self._fired, []
+        steps = self._running
+        if steps is not None and steps.moments:
+            self._moment = 1
+            fits = self._fits and len(fired) == len(steps.moments[0].ports)
+        else:
+            modules = [port for port in self._wanted if not port.of_step]
+            fits = len(fired) == len(modules) and self._have_rows([value for _, value in fired])
+            if fits:
+                self._keep(fired)
+        if not fits:  # the model does not do as in the steps before
+            blocks = self._blocks
+            self._forget()
+            for mediator, _ in blocks:
+                if not mediator.done:
+                    self._lose(mediator)
+                    self._went_on(mediator)
 
     def _keep(self, passed: Sequence[tuple[Port, object]]) -> None:
         if self._running is None:
@@ -326,10 +412,14 @@ class LaggingHub(DeferringHub):
             return
         mediator.catch_up(steps.columns(mediator.trail, row), steps.count)
         if mediator.strayed:
-            self.strayed += 1
-            mediator.failure = None
-            mediator.drop(PreemptedError(_STRAYED))
+            self._lose(mediator)
         self._steps[mediator.request] = mediator.step
         mediator.habits = {number: (mediator.step, reads) for number, (_, reads) in mediator.habits.items()}
         if mediator.wait is None:  # it has ended
             self._went_on(mediator)
+
+    def _lose(self, mediator: SteadyMediator) -> None:
+        """A block has to run again."""
+        self.strayed += 1
+        mediator.failure = None
+        mediator.drop(PreemptedError(_STRAYED))

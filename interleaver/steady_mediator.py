@@ -12,7 +12,6 @@ import torch
 
 from ..envoy.address import Port
 from .mediator import Mediator
-from .modes import Outside
 from .torch_compat import version_of
 from .values import Held
 from .waits import EndWait, StepWait, Wait
@@ -86,11 +85,10 @@ class SteadyMediator(Mediator):
             columns: for each port of the trail, the copies, one for each step.
             count: of the steps.
         """
-        outside = Outside()
         self._columns, self._count, self._number = columns, count, -1
         try:
             while not self.strayed and self._number + 1 < count and self._waits_for_next:
-                self.at_step(self.step + 1, outside)
+                self.at_step(self.step + 1)
         finally:
             self._columns, self._count = (), 0
         if not self.done and not self._waits_for_next:
@@ -100,13 +98,13 @@ class SteadyMediator(Mediator):
     def _waits_for_next(self) -> bool:
         return type(self.wait) is StepWait and self.wait.step == self.step + 1
 
-    def at_step(self, step: int, outside: Outside | None = None) -> None:
+    def at_step(self, step: int) -> None:
         """See `Mediator`."""
         if self._count:
             self._number, self._at = self._number + 1, -1
         else:
             self.before, self.trail = self.trail, []
-        super().at_step(step, outside)
+        super().at_step(step)
 
     # --- the block's side
 

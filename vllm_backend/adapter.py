@@ -62,6 +62,10 @@ class RunnerAdapter(Protocol):
         same order, each with one row, which is the next one. False if that cannot be told at once."""
         ...
 
+    def graphs(self) -> bool:
+        """Whether steps in which blocks wait for modules may run on graphs, in which no module is called."""
+        ...
+
     def tokens(self, output: Any) -> Mapping[str, int]:
         """The tokens of an engine step by request, of those that got one.
 

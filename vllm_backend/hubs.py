@@ -27,8 +27,10 @@ def is_whole(hub: Hub) -> bool:
 
 def whole_hub(adapter: RunnerAdapter) -> Hub:
     """The hub of a worker that has the whole model, and how a block becomes one of its."""
-    kind = LaggingHub if adapter.repeatable() else Hub
-    return kind(adapter.model(), call_module, compiled=adapter.compiled())
+    model, compiled = adapter.model(), adapter.compiled()
+    if adapter.repeatable():
+        return LaggingHub(model, call_module, compiled=compiled, graphs=adapter.graphs())
+    return Hub(model, call_module, compiled=compiled)
 
 
 def fit_in(mediator: Mediator, hub: Hub, payload: Payload, new: NewRequest) -> None:

@@ -157,7 +157,7 @@ class Adapter:
         alone = config.parallel_config.world_size == 1 and config.kv_transfer_config is None
         return alone and all(type(spec) in _KEYS_AND_VALUES for spec in _each(specs))
 
-    def follows(self) -> bool:
+    def graphs(self) -> bool:
         """See `RunnerAdapter`."""
         return False
 

@@ -77,6 +77,9 @@ class RunnerV1(TracedRunner, _Runner):
 class AdapterV1(Adapter):
     """Runner V1's answers; implements `adapter.RunnerAdapter`."""
 
+    _asked: tuple[list[str], Any] | None = None
+    """The requests of the last step that was asked about, and the position that each has come to."""
+
     def clean(self, request_id: str) -> None:
         """See `RunnerAdapter`."""
         runner = self._runner
@@ -90,13 +93,19 @@ class AdapterV1(Adapter):
         """See `RunnerAdapter`; the order is that of the batch, not that of the scheduler's output."""
         batch = self._runner.input_batch
         count = batch.num_reqs
-        return shares(
-            batch.req_ids[:count],
-            self._runner.query_start_loc.np[: count + 1],
-            batch.num_computed_tokens_cpu[:count],
-            batch.num_prompt_tokens[:count],
-            rows,
-        )
+        names, starts = batch.req_ids[:count], self._runner.query_start_loc.np[: count + 1]
+        computed = batch.num_computed_tokens_cpu[:count]
+        self._asked = names, computed + starts[1:] - starts[:-1]
+        return shares(names, starts, computed, batch.num_prompt_tokens[:count], rows)
+
+    def follows(self) -> bool:
+        """See `RunnerAdapter`."""
+        batch = self._runner.input_batch
+        count = batch.num_reqs
+        names, computed = batch.req_ids[:count], batch.num_computed_tokens_cpu[:count]
+        before, self._asked = self._asked, (names, computed + 1)
+        one_each = int(self._runner.query_start_loc.np[count]) == count
+        return one_each and before is not None and before[0] == names and bool((before[1] == computed).all())
 
     def tokens(self, output: Any) -> Mapping[str, int]:
         """See `RunnerAdapter`."""

@@ -272,6 +272,10 @@ class AdapterV2(Adapter):
         self._asked = batch.req_ids, positions + batch.num_scheduled_tokens
         return shares(batch.req_ids, starts, positions.tolist(), states.prompt_len.np[at].tolist(), rows)
 
+    def graphs(self) -> bool:
+        """See `RunnerAdapter`."""
+        return True
+
     def follows(self) -> bool:
         """See `RunnerAdapter`."""
         batch, before = self._runner.batch, self._asked

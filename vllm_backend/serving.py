@@ -170,7 +170,8 @@ class Serving:
         self.pad(rows)
         if self.needs_modules:
             with self._adapter.eagerly():
-                output = self._ready().run(forward) if again else forward()
+                hub = self._ready()
+                output = hub.run(forward) if again or hub.lagging else forward()
         else:
             output = forward()
         self.forward_done()

@@ -54,19 +54,20 @@ class Model(torch.nn.Module):
 
 
 class Engine:
-    """Decodes requests, as Runner V2 and `Serving` do with graphs, or module by module."""
+    """Decodes requests, as Runner V2 and `Serving` do with graphs, or module by module, as Runner V1 does."""
 
-    def __init__(self, *, late: bool) -> None:
+    def __init__(self, *, late: bool, graphs: bool) -> None:
         torch.manual_seed(0)
         self.model = Model().train(False)
-        self.hub: Hub = (LaggingHub if late else Hub)(self.model, compiled=True)
-        self.graphs = Graphs(self.model, FakeGraph) if late else None
+        self.late = late
+        self.hub = LaggingHub(self.model, compiled=True, graphs=graphs) if late else Hub(self.model, compiled=True)
+        self.graphs = Graphs(self.model, FakeGraph) if late and graphs else None
         self.input = torch.zeros(0, WIDTH)
         self.done: dict[str, int] = {}
         self.before: tuple[list[str], list[int]] = [], []
 
     def add(self, request: str, mediator: Mediator) -> None:
-        if self.graphs is not None:
+        if self.late:
             SteadyMediator.make(mediator)
         mediator.index = ord(request)
         self.hub.add(request, mediator, WIDTH)
@@ -98,12 +99,15 @@ class Engine:
     def _forward(self, names: list[str], at: list[int], split: dict[str, Share], padded: int) -> torch.Tensor:
         hub, graphs, call = self.hub, self.graphs, lambda: self.model(self.input)
         follows, self.before = self.before == (names, at), (names, [step + 1 for step in at])
-        if graphs is None or not isinstance(hub, LaggingHub):
-            hub.begin(split)
-            hub.pad(padded)
-            return call()  # type: ignore[no-any-return]
         found: Any
-        if hub.armed and hub.lags(follows=follows):
+        lags = isinstance(hub, LaggingHub) and hub.armed and hub.lags(follows=follows)
+        if graphs is None or not isinstance(hub, LaggingHub):
+            if not lags:
+                hub.begin(split)
+            hub.pad(padded)
+            found = hub.run(call) if hub.needs_modules else call()
+            return found  # type: ignore[no-any-return]
+        if lags:
             hub.pad(padded)
             if not hub.needs_modules:
                 return call()  # type: ignore[no-any-return]
@@ -160,11 +164,13 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def compare(visits: dict[str, Visit], batches: Sequence[Sequence[str]]) -> tuple[LaggingHub, dict[str, Any]]:
+def compare(
+    visits: dict[str, Visit], batches: Sequence[Sequence[str]], graphs: bool
+) -> tuple[LaggingHub, dict[str, Any]]:
     """Run blocks at their time and late; assert that those that did not stray have seen the same."""
     results: list[tuple[dict[str, list[Any]], dict[str, Any], Hub]] = []
     for late in (False, True):
-        engine = Engine(late=late)
+        engine = Engine(late=late, graphs=graphs)
         seen: dict[str, list[Any]] = {name: [] for name in visits}
         failures: dict[str, Any] = {}
         for name, visit in visits.items():
@@ -188,14 +194,20 @@ def compare(visits: dict[str, Visit], batches: Sequence[Sequence[str]]) -> tuple
     return hub, others
 
 
+@pytest.fixture(params=[True, False], ids=["graphs", "as the ports fire"])
+def graphs(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 @pytest.mark.parametrize("ports", [PORTS[:1], PORTS[1:3], PORTS[4:5], PORTS[5:], PORTS])
-def test_what_is_read_later_is_what_was_there(ports: list[Port]) -> None:
-    hub, failures = compare({name: reads(*ports) for name in "abc"}, ["abc"] * 60)
-    assert hub.kept > 40 and hub.strayed == 0 and set(failures.values()) == {None}
+def test_what_is_read_later_is_what_was_there(ports: list[Port], graphs: bool) -> None:
+    hub, failures = compare({name: reads(*ports) for name in "abc"}, ["abc"] * 60, graphs)
+    assert (hub.kept > 40) == (graphs or not all(port.of_step for port in ports))
+    assert hub.strayed == 0 and set(failures.values()) == {None}
 
 
-def test_blocks_that_read_different_ports() -> None:
-    hub, _ = compare({"a": reads(PORTS[0]), "b": reads(*PORTS[2:5]), "c": reads(PORTS[5])}, ["abc"] * 40)
+def test_blocks_that_read_different_ports(graphs: bool) -> None:
+    hub, _ = compare({"a": reads(PORTS[0]), "b": reads(*PORTS[2:5]), "c": reads(PORTS[5])}, ["abc"] * 40, graphs)
     assert hub.kept > 20
 
 
@@ -239,21 +251,21 @@ def waits(mediator: Mediator) -> None:
 
 @pytest.mark.parametrize("step", [20, 29, 30, 31])
 @pytest.mark.parametrize("what", [edits, assigns, stops, asks, asks_another, calls, waits])
-def test_one_that_does_something_else_is_run_again(what: Callable[[Mediator], object], step: int) -> None:
-    hub, failures = compare({"a": strays(step, what), "b": reads(PORTS[0])}, ["ab"] * 40)
+def test_one_that_does_something_else_is_run_again(what: Callable[[Mediator], object], step: int, graphs: bool) -> None:
+    hub, failures = compare({"a": strays(step, what), "b": reads(PORTS[0])}, ["ab"] * 40, graphs)
     assert hub.kept > 10 and hub.strayed == 1
     assert isinstance(failures["a"], PreemptedError) and failures["b"] is None
 
 
-def test_an_exception_is_the_blocks_own() -> None:
+def test_an_exception_is_the_blocks_own(graphs: bool) -> None:
     def fails(mediator: Mediator) -> None:
         raise ValueError("as it should")
 
-    hub, failures = compare({"a": strays(25, fails), "b": reads(PORTS[0])}, ["ab"] * 40)
+    hub, failures = compare({"a": strays(25, fails), "b": reads(PORTS[0])}, ["ab"] * 40, graphs)
     assert hub.strayed == 0 and isinstance(failures["a"], ValueError) and failures["b"] is None
 
 
-def test_what_was_read_earlier_may_be_changed() -> None:
+def test_what_was_read_earlier_may_be_changed(graphs: bool) -> None:
     def visit(mediator: Mediator, step: int) -> Any:
         first: Any = mediator.read(PORTS[0], "output")
         second: Any = mediator.read(PORTS[2], "output")
@@ -262,11 +274,11 @@ def test_what_was_read_earlier_may_be_changed() -> None:
         return [first, second, mediator.read(PORTS[4], "logits")]
 
     kept: list[torch.Tensor] = []
-    hub, failures = compare({"a": visit, "b": reads(PORTS[0], PORTS[2])}, ["ab"] * 40)
+    hub, failures = compare({"a": visit, "b": reads(PORTS[0], PORTS[2])}, ["ab"] * 40, graphs)
     assert hub.kept > 20 and set(failures.values()) == {None}
 
 
-def test_no_block_has_memory_of_another() -> None:
+def test_no_block_has_memory_of_another(graphs: bool) -> None:
     where: dict[str, set[int]] = {"a": set(), "b": set()}
 
     def noting(name: str) -> Visit:
@@ -279,12 +291,12 @@ def test_no_block_has_memory_of_another() -> None:
         return visit
 
     alive: list[torch.Tensor] = []
-    compare({"a": noting("a"), "b": noting("b")}, ["ab"] * 40)
+    compare({"a": noting("a"), "b": noting("b")}, ["ab"] * 40, graphs)
     assert not where["a"] & where["b"]
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_batches(seed: int) -> None:
+def test_any_batches(seed: int, graphs: bool) -> None:
     """Requests leave batches and come back, change their order, and stray."""
     chance = random.Random(seed)
     visits: dict[str, Visit] = {}
@@ -300,5 +312,5 @@ def test_any_batches(seed: int) -> None:
             chance.shuffle(names)
         some = names if chance.random() < 0.7 else names[: chance.randint(1, len(names))]
         batches += [[*some]] * chance.choice([1, 2, 3, 12, 25, 40])
-    hub, _ = compare(visits, batches)
+    hub, _ = compare(visits, batches, graphs)
     assert hub.kept
