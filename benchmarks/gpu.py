@@ -29,6 +29,7 @@ GPU = run.Kind(
     HERE.parent / "docs" / "performance-gpu.svg",
     "measured-gpu",
     "make bench-gpu",
+    ("untraced requests", "untraced requests"),
 )
 
 if __name__ == "__main__":

@@ -12,8 +12,14 @@ MET, MISSED, WATCHED, BAR = "#2a7f62", "#c1443c", "#8a93a0", "#1c1f24"
 LINES = ("#2a7f62", "#3b6fb6", "#b6742a", "#7a4fa3", "#c1443c", "#4a9db0", "#6b6f76")
 
 
-def draw(path: Path, sections: Sections) -> None:
-    """Write the picture; the same figures give the same file."""
+def draw(path: Path, sections: Sections, over: tuple[str, str] = ("plain vLLM", "plain eager vLLM")) -> None:
+    """Write the picture; the same figures give the same file.
+
+    Args:
+        path: its place.
+        sections: what was measured.
+        over: what the ratios on the left and the curves on the right are taken over.
+    """
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -28,17 +34,17 @@ def draw(path: Path, sections: Sections) -> None:
         made = plt.figure(figsize=(10, height), layout="constrained")
         halves: Any = made.subfigures(1, 2, width_ratios=(1.15, 1))
         left, right = halves
-        _ratios(left.subplots(), ratios)
+        _ratios(left.subplots(), ratios, over[0])
         if grown:
             axes = right.subplots(len(grown), 1, squeeze=False)[:, 0]
             for axis, (across, curves) in zip(axes, grown.items(), strict=True):
-                _curves(axis, across, curves)
+                _curves(axis, across, curves, over[1])
         made.savefig(path, metadata={"Date": None})
         plt.close(made)
 
 
-def _ratios(axis: Any, figures: list[Figure]) -> None:
-    axis.set_title("throughput over plain vLLM; dark marks are the bars")
+def _ratios(axis: Any, figures: list[Figure], over: str) -> None:
+    axis.set_title(f"throughput over {over}; dark marks are the bars")
     colors = [{True: MET, False: MISSED, None: WATCHED}[figure.met] for figure in figures]
     low = [figure.median - figure.spread[0] for figure in figures]
     high = [figure.spread[1] - figure.median for figure in figures]
@@ -54,7 +60,7 @@ def _ratios(axis: Any, figures: list[Figure]) -> None:
     axis.invert_yaxis()
 
 
-def _curves(axis: Any, across: str, curves: list[Curve]) -> None:
+def _curves(axis: Any, across: str, curves: list[Curve], over: str) -> None:
     for number, curve in enumerate(curves):
         medians = curve.medians
         axis.plot(
@@ -67,6 +73,6 @@ def _curves(axis: Any, across: str, curves: list[Curve]) -> None:
         axis.set_xticks(points, [str(at) for at in points])
         axis.minorticks_off()
         axis.axhline(1, color=WATCHED, linewidth=0.8, zorder=0)
-        axis.set_title(f"throughput over plain eager vLLM, by {across}")
+        axis.set_title(f"throughput over {over}, by {across}")
     axis.set_ylim(bottom=0)
     axis.legend(fontsize=6, frameon=False, ncols=2)

@@ -48,6 +48,7 @@ class Kind(NamedTuple):
         json, table, page, plot: the files that are written.
         mark: of the parts of the page (`page.filled`).
         command: what measures everything.
+        over: see `plot.draw`.
     """
 
     parts: Mapping[str, Any]
@@ -58,6 +59,7 @@ class Kind(NamedTuple):
     plot: Path
     mark: str
     command: str
+    over: tuple[str, str] = ("plain vLLM", "plain eager vLLM")
 
 
 def _here() -> Kind:
@@ -162,7 +164,7 @@ def _write(sections: dict[str, report.Section], kind: Kind | None = None) -> Non
     head = f"# Benchmarks\n\nWritten by `{kind.command}`; [performance.md](../../docs/performance.md) says more.\n"
     kind.table.write_text(f"{head}\n{report.summary(sections)}\n\n{made}\n### Machine\n\n{report.machines(sections)}")
     page.write(kind.page, sections, kind.mark)
-    plot.draw(kind.plot, sections)
+    plot.draw(kind.plot, sections, kind.over)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ class Envoy:
     _tree: ModuleTree
     _address: str
     _root: Envoy
-    _known: dict[int | str, Envoy]
+    _known: dict[int | str, Any]
+    """Children by number, once they were asked for; all of them under an asterisk."""
     _port: Port
 
     def __init__(self, tree: ModuleTree, address: str, root: Envoy | None = None) -> None:
@@ -97,9 +98,8 @@ class Envoy:
     def __getattr__(self, name: str) -> Envoy:
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        child = self._known.get(name)
-        if child is None:
-            child = self._known[name] = Envoy(self._tree, self._tree.child(self._address, name), self._root)
+        child = Envoy(self._tree, self._tree.child(self._address, name), self._root)
+        vars(self)[name] = child  # found there next time, without coming by here
         return child
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -134,7 +134,10 @@ class Envoy:
         return len(self._tree.numbered(self._address))
 
     def __iter__(self) -> Iterator[Envoy]:
-        return (self[index] for index in range(len(self)))
+        items = self._known.get("*")
+        if items is None:
+            items = self._known["*"] = [self[index] for index in range(len(self))]
+        return iter(items)
 
     def __bool__(self) -> bool:
         return True

@@ -26,9 +26,9 @@ import torch
 
 from ..envoy.errors import LimitError, PreemptedError
 from .deferring_hub import DeferringHub
+from .kept_steps import Steps
 from .mediator import Mediator
 from .steady_mediator import SteadyMediator
-from .torch_compat import clone_each, inference_mode
 from .values import map_tensors, tensors_of
 from .waits import EndWait
 
@@ -38,120 +38,10 @@ if TYPE_CHECKING:
     from .supply import Supply
     from .windows import Share
 
-_MOST_STEPS = 16
-"""Steps that are kept before blocks have their turns."""
-
-_MOST_BYTES = 64 << 20
-"""What they may take; twice as much in all, since the next ones are kept while blocks go over the last."""
-
 _STRAYED = (
     "this trace had to end: its block did something in a step that it had not done in those before (it edited, "
     "stopped, or asked for other ports), or the model did, when the engine had gone on without it."
 )
-
-
-class _Kept:
-    """What passes at some ports at one moment of a step, in several steps.
-
-    Attributes:
-        ports: the ports, in the order of the forward.
-
-    Tensors of one shape are kept in one piece, ``[tensors, requests, steps, ...]``, so that a step is written in one
-    copy, and what belongs to one request is read in one piece.
-
-    Args:
-        passed: the ports, with what passes there.
-        room: how many steps.
-    """
-
-    def __init__(self, passed: Sequence[tuple[Port, object]], room: int) -> None:
-        tensors = [tensors_of(value) for _, value in passed]
-        flat = [tensor for each in tensors for tensor in each]
-        kinds: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
-        for at, tensor in enumerate(flat):
-            kinds.setdefault((tensor.shape, tensor.dtype), []).append(at)
-        self.bytes = sum(tensor.nbytes for tensor in flat)
-        self.ports = [port for port, _ in passed]
-        self._pieces: list[tuple[list[int], torch.Tensor]] = []
-        self._whole: list[torch.Tensor] = [*flat]
-        self._rows: list[Sequence[torch.Tensor]] = [()] * len(flat)
-        self._targets: dict[int, list[torch.Tensor]] = {}
-        for places in kinds.values():
-            one = flat[places[0]]
-            piece = one.new_empty((len(places), one.shape[0], room, *one.shape[1:]))
-            self._pieces.append((places, piece))
-            for place, rows in zip(places, piece.unbind(0), strict=True):
-                self._whole[place], self._rows[place] = rows, rows.unbind(0)
-        end, self._parts = 0, {}
-        for (port, value), each in zip(passed, tensors, strict=True):
-            self._parts[port] = range(end, end + len(each)), not isinstance(value, torch.Tensor)
-            end += len(each)
-
-    def put(self, number: int, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep a step."""
-        for places, piece in self._pieces:
-            given = [tensors[place] for place in places]
-            piece.select(2, number).copy_(torch.stack(given) if len(given) > 1 else given[0][None])
-
-    def put_one(self, number: int, port: Port, value: object) -> bool:
-        """Keep what passes at one port in a step; False if it is of another form than in the first one."""
-        places, several = self._parts[port]
-        tensors = [value] if isinstance(value, torch.Tensor) else tensors_of(value)
-        if several is isinstance(value, torch.Tensor) or len(tensors) != len(places):
-            return False
-        targets = self._targets.get(number)
-        if targets is None:
-            targets = self._targets[number] = [whole.select(1, number) for whole in self._whole]
-        for place, tensor in zip(places, tensors, strict=True):
-            target = targets[place]
-            if target.shape != tensor.shape or target.dtype is not tensor.dtype:
-                return False
-            target.copy_(tensor)
-        return True
-
-    def views(self, port: Port, row: int, count: int) -> tuple[list[torch.Tensor], bool]:
-        """The first steps of one request, ``[steps, ...]`` of each tensor; and whether these are a tuple."""
-        places, several = self._parts[port]
-        return [self._rows[place][row].narrow(0, 0, count) for place in places], several
-
-    def has(self, port: Port) -> bool:
-        """Whether it is kept here."""
-        return port in self._parts
-
-
-class _Steps:
-    """Some steps in a row.
-
-    Attributes:
-        room: how many there may be.
-        count: how many there are.
-        moments: what passes at each moment of a step: in the forward, with the logits, and with the samples.
-    """
-
-    def __init__(self) -> None:
-        self.room = _MOST_STEPS
-        self.count = 0
-        self.moments: list[_Kept] = []
-
-    def keep(self, moment: int, passed: Sequence[tuple[Port, object]]) -> None:
-        """Keep what passes at a moment of the step that is running; the moments come in order."""
-        if moment == len(self.moments):
-            size = sum(tensor.nbytes for _, value in passed for tensor in tensors_of(value))
-            size += sum(kept.bytes for kept in self.moments)
-            self.room = max(1, min(self.room, _MOST_BYTES // max(size, 1)))
-            self.moments.append(_Kept(passed, self.room))
-        self.moments[moment].put(self.count, [tensor for _, value in passed for tensor in tensors_of(value)])
-
-    def columns(self, ports: Sequence[Port], row: int) -> list[Sequence[object]]:
-        """Copies for one request, of each port and step; those of one tensor have memory in common."""
-        found = [next(kept for kept in self.moments if kept.has(port)).views(port, row, self.count) for port in ports]
-        with inference_mode(False):
-            made = iter(clone_each([view for views, _ in found for view in views]))
-            columns: list[Sequence[object]] = []
-            for views, several in found:
-                split = [torch.unsafe_split(next(made), 1) for _ in views]  # each with a version of its own
-                columns.append([*zip(*split, strict=True)] if several else split[0])
-        return columns
 
 
 class LaggingHub(DeferringHub):
@@ -180,9 +70,9 @@ class LaggingHub(DeferringHub):
         self._wanted: set[Port] = set()
         self._blocks: list[tuple[SteadyMediator, int]] = []  # with their places in the batch
         self._behind: list[tuple[SteadyMediator, int]] = []  # those that have yet to go over `_last`
-        self._running: _Steps | None = None
-        self._last: _Steps | None = None
-        self._spare: _Steps | None = None
+        self._running: Steps | None = None
+        self._last: Steps | None = None
+        self._spare: Steps | None = None
         self._modules = False
         self._moment = 0
         self._fired: list[tuple[Port, object]] = []  # in a forward that is kept as its ports fire
@@ -379,7 +269,7 @@ class LaggingHub(DeferringHub):
 
     def _keep(self, passed: Sequence[tuple[Port, object]]) -> None:
         if self._running is None:
-            self._running = _Steps()
+            self._running = Steps()
         wanted = [(port, value) for port, value in passed if port in self._wanted]
         self._running.keep(self._moment, wanted)
         self._moment += 1
@@ -392,7 +282,7 @@ class LaggingHub(DeferringHub):
         self.kept += 1
         if steps.count == steps.room:
             self._go_over(len(self._behind))
-            self._last, self._running, self._spare = steps, self._spare or _Steps(), None
+            self._last, self._running, self._spare = steps, self._spare or Steps(), None
             self._behind = [*self._blocks]
         self._go_over(-(-len(self._blocks) // steps.room))
 
@@ -406,7 +296,7 @@ class LaggingHub(DeferringHub):
         if not self._behind and self._last is not None:
             self._last.count, self._spare, self._last = 0, self._last, None
 
-    def _give(self, mediator: SteadyMediator, row: int, steps: _Steps | None) -> None:
+    def _give(self, mediator: SteadyMediator, row: int, steps: Steps | None) -> None:
         """A block has its turns of some steps."""
         if mediator.done or steps is None or not steps.count:
             return

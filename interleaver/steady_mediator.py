@@ -6,6 +6,7 @@ See `lagging_hub`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import greenlet
 import torch
@@ -14,6 +15,7 @@ from ..envoy.address import Port
 from .mediator import Mediator
 from .torch_compat import version_of
 from .values import Held
+from .views import Part, view
 from .waits import EndWait, StepWait, Wait
 
 
@@ -26,24 +28,12 @@ class _Kept(Held):
         self.value = self._copy = None
         self.changed = None
 
-    def show(self, copy: object) -> None:
-        """Hold another copy, which is new."""
-        self.value = self._copy = copy
-
     def assign(self, value: object, where: str) -> None:
         """See `Held`."""
-        self.value = value
+        self.changed = []
 
     def settle(self) -> None:
-        """See `Held`."""
-        copy = self._copy
-        if self.value is copy:
-            if isinstance(copy, torch.Tensor):
-                if version_of(copy) == 0:
-                    return
-            elif copy is None or not any(map(version_of, copy)):  # type: ignore[call-overload]  # it is a tuple
-                return
-        self.changed = []
+        """See `Held`; whether the copies were changed is seen when the block has been given all steps."""
 
 
 class SteadyMediator(Mediator):
@@ -91,7 +81,8 @@ class SteadyMediator(Mediator):
                 self.at_step(self.step + 1)
         finally:
             self._columns, self._count = (), 0
-        if not self.done and not self._waits_for_next:
+        stands = not self.done and not self._waits_for_next
+        if stands or self._copy.changed is not None or any(_changed(column) for column in columns):
             self.strayed = True
 
     @property
@@ -110,12 +101,19 @@ class SteadyMediator(Mediator):
 
     def advance(self, step: int) -> bool:
         """See `Mediator`; goes on to the next kept step without handing over, if the turn has not lasted long."""
-        more = self._number + 1 < self._count and step == self.step + 1
-        if more and not (self._guard is not None and self._guard.long) and self._leaves():
-            self.step, self._number, self._at = step, self._number + 1, -1
+        number = self._number + 1
+        if number < self._count and step == self.step + 1 and self._may_go_on():
+            self.step, self._number, self._at = step, number, -1
             self.port = self.held = None
             return True
         return super().advance(step)
+
+    def read(self, port: Port, part: Part) -> object:
+        """See `Mediator`."""
+        if port is not self.port:
+            self._go(port)
+        value = self.held.value  # type: ignore[union-attr]  # at a port there is one
+        return view(value, part) if part == "input" else value
 
     def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """See `Mediator`; a module is called while the model runs."""
@@ -129,44 +127,36 @@ class SteadyMediator(Mediator):
         self.strayed = self.strayed or self._count > 0
         super().stop()
 
-    def hand_over(self, wait: Wait) -> object:
-        """See `Mediator`."""
-        if self._count and not self._leaves():
-            self.strayed = True
-        return super().hand_over(wait)
-
     def _go(self, port: Port) -> None:
         if not self._count:
             self.trail.append(port)
             super()._go(port)
             return
-        at = self._at + 1
-        if at < len(self.trail) and self.trail[at] is port and self._leaves():
-            self._copy.show(self._columns[at][self._number])
-            self.port, self.held, self._at = port, self._copy, at
+        self._at = at = self._at + 1
+        if at < len(self.trail) and self.trail[at] is port and greenlet.getcurrent() is self._greenlet:
+            self._copy.value = self._columns[at][self._number]
+            self.port, self.held = port, self._copy
         else:
             self._stray(port)
 
-    def _leave_last(self) -> None:
-        super()._leave_last()
-        self.strayed = self.strayed or (self._count > 0 and self._changed)
-
-    def _leaves(self) -> bool:
-        """See whether the block may leave its port and go on."""
-        if self.held is not None:
-            self.held.settle()
-            if self._changed:
-                return False
+    def _may_go_on(self) -> bool:
+        """Whether the turn goes on with another step: not if it has lasted long, since each has its limit of time."""
         guard = self._guard
-        if guard is not None and (self.saved or guard.error is not None):
-            guard.check(self.saved)
+        if guard is not None:
+            if guard.long:
+                return False
+            if self.saved or guard.error is not None:
+                guard.check(self.saved)
         return greenlet.getcurrent() is self._greenlet
-
-    @property
-    def _changed(self) -> bool:
-        return self.held is not None and self.held.changed is not None
 
     def _stray(self, wait: Wait) -> None:
         """Do what cannot be done with a kept step: the block does not come back from here."""
         self.strayed = True
         self.hand_over(wait)
+
+
+def _changed(column: Sequence[object]) -> bool:
+    """Whether copies of a port were changed, which were new; also if that was no edit, since the block had gone on."""
+    if isinstance(column[0], torch.Tensor):
+        return any(map(version_of, column))  # type: ignore[arg-type]  # all of them are
+    return any(map(version_of, chain.from_iterable(column)))  # type: ignore[arg-type]  # tuples of tensors

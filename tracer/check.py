@@ -66,7 +66,8 @@ def _resolve(node: ast.expr, roots: Mapping[str, Envoy]) -> Envoy | None:
         return roots.get(node.id)
     if isinstance(node, ast.Attribute):
         base = _resolve(node.value, roots)
-        if base is None or hasattr(type(base), node.attr) or node.attr in vars(base):
+        own = vars(base).get(node.attr) if base is not None else None
+        if base is None or hasattr(type(base), node.attr) or (own is not None and not isinstance(own, Envoy)):
             return None
         if isinstance(node.ctx, ast.Store):
             base.check_writable(node.attr)

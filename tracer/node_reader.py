@@ -49,9 +49,15 @@ class Reader:
 
     def _values(self, nodes: list[Node]) -> list[Any]:
         value = self.value
-        if len(nodes) == 1 and type(nodes[0]) is list and nodes[0][0] == Tag.ALIKE:
-            return self._alike(*nodes[0][1:])
-        return [value(node) if type(node) is list else node for node in nodes]
+        made: list[Any] = []
+        for node in nodes:
+            if type(node) is not list:
+                made.append(node)
+            elif node[0] == Tag.ALIKE:
+                made += self._alike(*node[1:])
+            else:
+                made.append(value(node))
+        return made
 
     def _ref(self, number: int) -> Any:
         if number < 0 or self._met[number] is _Unfinished:

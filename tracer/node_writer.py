@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from itertools import count
+from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
 
 from . import buffers
@@ -90,14 +90,31 @@ class Writer:
         alike = self._alike(values, kinds) if len(values) >= _MANY else None
         if alike is not None:
             return [alike]
-        nodes = []
-        for index, value in enumerate(values):
-            try:
-                nodes.append(self.node(value))
-            except Unsupported as error:
-                error.steps.append(step(index))
-                raise
+        nodes, index = [], 0
+        for run in self._runs(values, kinds):
+            alike = self._alike(run, kinds) if _MANY <= len(run) < len(values) else None
+            if alike is not None:
+                nodes.append(alike)
+                index += len(run)
+                continue
+            for value in run:
+                try:
+                    nodes.append(self.node(value))
+                except Unsupported as error:
+                    error.steps.append(step(index))
+                    raise
+                index += 1
         return nodes
+
+    def _runs(self, values: list[Any], kinds: set[type]) -> list[list[Any]]:
+        """Values one behind the other that may be alike: rows of a prompt, say, and those of single tokens."""
+        torch = sys.modules.get("torch")
+        if torch is None or kinds != {torch.Tensor}:
+            return [values]
+        try:
+            return [[*run] for _, run in groupby(values, lambda tensor: (tensor.shape, tensor.dtype))]
+        except (RuntimeError, NotImplementedError):  # one without a shape
+            return [values]
 
     def _alike(self, values: list[Any], kinds: set[type]) -> Node | None:
         """One node for tensors that are small, of one dtype and shape, and not met before; None if they are not."""

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+import gpu_parts
 import page
 import plot
 import report
@@ -175,6 +176,12 @@ class TestPage:
         assert list(sections) == [name for name in PARTS if name in sections]
         text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
         assert page.filled(text, page.parts(sections)) == text
+
+    def test_those_of_the_gpu_belong_together(self) -> None:
+        sections = report.read(ROOT / "benchmarks" / "results" / "gpu.json")
+        text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+        assert list(sections) == list(gpu_parts.PARTS)
+        assert page.filled(text, page.parts(sections), "measured-gpu") == text
 
 
 class TestRun:

@@ -354,3 +354,13 @@ def test_two_views_of_one_tensor_are_two_tensors_at_home() -> None:
     assert back["a"] is back["c"]
     back["b"].zero_()
     assert back["a"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_tensors_of_a_prompt_and_of_single_tokens_are_few_buffers() -> None:
+    row = torch.arange(4.0)
+    values = [torch.ones(7, 4), *(row + n for n in range(20)), torch.zeros(2, dtype=torch.int64), row, torch.ones(2, 2)]
+    packed = pack({"values": values, "again": [values[3], row]})
+    assert len(packed.buffers) == 5
+    found: Any = unpack(packed)
+    assert all(torch.equal(one, other) for one, other in zip(values, found["values"], strict=True))
+    assert found["again"][0] is found["values"][3] and found["again"][1] is found["values"][-2]

@@ -265,17 +265,15 @@ def test_an_exception_is_the_blocks_own(graphs: bool) -> None:
     assert hub.strayed == 0 and isinstance(failures["a"], ValueError) and failures["b"] is None
 
 
-def test_what_was_read_earlier_may_be_changed(graphs: bool) -> None:
+def test_what_was_read_earlier_may_be_changed_and_costs_another_run(graphs: bool) -> None:
     def visit(mediator: Mediator, step: int) -> Any:
         first: Any = mediator.read(PORTS[0], "output")
         second: Any = mediator.read(PORTS[2], "output")
         first[0].mul_(3)
-        kept.append(first[1])
         return [first, second, mediator.read(PORTS[4], "logits")]
 
-    kept: list[torch.Tensor] = []
     hub, failures = compare({"a": visit, "b": reads(PORTS[0], PORTS[2])}, ["ab"] * 40, graphs)
-    assert hub.kept > 20 and set(failures.values()) == {None}
+    assert hub.strayed == 1 and isinstance(failures["a"], PreemptedError) and failures["b"] is None
 
 
 def test_no_block_has_memory_of_another(graphs: bool) -> None:
