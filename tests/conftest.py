@@ -18,7 +18,30 @@ settings.load_profile("invivo")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--topology", help="run the tests that share an engine on one of several workers: tp2, pp2, ...")
+    parser.addoption(
+        "--topology", help="run the tests that share an engine on one of several workers: tp2, pp2, ray, ..."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With a topology of Ray, this process and those below it are told before vLLM is imported."""
+    name = config.getoption("topology")
+    if name is None or not name.startswith("ray"):
+        return
+    import os
+    import shutil
+    import sys
+    import tempfile
+    from pathlib import Path
+
+    from support.topology import NO_RAY, ray_environment
+
+    if NO_RAY is None:
+        folder = tempfile.mkdtemp(prefix="ray-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ.pop("RAY_ADDRESS", None)
+        os.environ.update(ray_environment(Path(folder)))
+        sys.path.append(str(Path(folder) / "plugin"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -40,11 +63,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def topology(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """The checkpoint of the session's engines, and what they are started with beside the usual."""
     from smollm2 import smollm2_path
-    from support.topology import TOPOLOGIES, even_smollm2
+    from support.topology import NO_RAY, TOPOLOGIES, even_smollm2
 
     name = request.config.getoption("topology")
     if name is None:
         return str(smollm2_path()), {}
+    if name.startswith("ray") and NO_RAY is not None:
+        pytest.skip(NO_RAY)
     return str(even_smollm2()), TOPOLOGIES[name]
 
 
