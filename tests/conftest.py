@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,30 +19,27 @@ settings.load_profile("invivo")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--topology", help="run the tests that share an engine on one of several workers: tp2, pp2, ray, ..."
-    )
+    parser.addoption("--topology", help="run the tests that share an engine on one of several workers: tp2, pp2, ...")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """With a topology of Ray, this process and those below it are told before vLLM is imported."""
-    name = config.getoption("topology")
-    if name is None or not name.startswith("ray"):
-        return
-    import os
-    import shutil
-    import sys
-    import tempfile
-    from pathlib import Path
+    if (config.getoption("topology") or "").startswith("ray"):
+        from support.in_ray import NO_RAY, prepare, ray_folder
 
-    from support.topology import NO_RAY, ray_environment
+        if NO_RAY is None:
+            folder = ray_folder()
+            config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+            prepare(folder)
 
-    if NO_RAY is None:
-        folder = tempfile.mkdtemp(prefix="ray-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-        os.environ.pop("RAY_ADDRESS", None)
-        os.environ.update(ray_environment(Path(folder)))
-        sys.path.append(str(Path(folder) / "plugin"))
+
+@pytest.fixture(scope="session", autouse=True)
+def _ray_is_there(request: pytest.FixtureRequest) -> None:
+    if (request.config.getoption("topology") or "").startswith("ray"):
+        from support.in_ray import NO_RAY
+
+        if NO_RAY is not None:
+            pytest.skip(NO_RAY)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -63,13 +61,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def topology(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """The checkpoint of the session's engines, and what they are started with beside the usual."""
     from smollm2 import smollm2_path
-    from support.topology import NO_RAY, TOPOLOGIES, even_smollm2
+    from support.topology import TOPOLOGIES, even_smollm2
 
     name = request.config.getoption("topology")
     if name is None:
         return str(smollm2_path()), {}
-    if name.startswith("ray") and NO_RAY is not None:
-        pytest.skip(NO_RAY)
     return str(even_smollm2()), TOPOLOGIES[name]
 
 

@@ -1,8 +1,8 @@
 """An engine's process ends with the process that started it, even if that one was killed, and nothing stays of it.
 
 vLLM's workers notice that their engine is gone, but its engine waits for requests for ever when nobody is left to send
-any. Here it waits for the end of its parent too. And where its workers are in Ray, it must end in vLLM's way: Ray puts a
-handler of its own in the place of vLLM's, which ends the process at once and leaves processes of Ray's for minutes.
+any. Here it waits for the end of its parent too. And where its workers are in Ray, it has to end as vLLM means to: Ray
+puts a handler in the place of vLLM's, which ends the process at once and leaves processes of Ray's for minutes.
 """
 
 from __future__ import annotations

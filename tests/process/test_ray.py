@@ -7,15 +7,14 @@ and `support.ray_cpu` is the CPU with a device to ask Ray for. `tests/contract -
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from process.test_killed_worker import SCRIPT as KILLED
+from support.in_ray import NO_RAY, ray_environment, ray_folder
 from support.processes import assert_killing_leaves_no_process, finish, start_script
-from support.topology import NO_RAY, ray_environment
 
 pytestmark = [
     pytest.mark.engine,
@@ -28,7 +27,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """What Ray writes goes here, and with the test; `tmp_path` is too long a name for its sockets."""
-    folder = Path(tempfile.mkdtemp(prefix="ray-"))
+    folder = ray_folder()
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     for name, value in ray_environment(folder).items():
         monkeypatch.setenv(name, value)

@@ -6,12 +6,8 @@ whose part of the output projection is zero.
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 import shutil
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +15,15 @@ import torch
 
 from smollm2 import smollm2_path
 from support.checkpoints import default_folder
-from support.platforms import plugin_folder
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "ray": {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
+    "raypp2": {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
     "tp2": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
     "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
-    "ray": {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
-    "raypp2": {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
 }
 """Engine arguments by the name that pytest's ``--topology`` takes."""
-
-
-NO_RAY = None if find_spec("ray") else "Ray is not installed: requirements/ray.txt"
-"""Why no engine can have its workers in Ray; None if it can."""
-
-
-def ray_environment(folder: Path) -> dict[str, str]:
-    """The environment of processes whose engines start a Ray of their own, with two workers' devices.
-
-    Args:
-        folder: where Ray may write; a short path, since there are sockets in it.
-    """
-    setting = {
-        "RAY_TMPDIR": str(folder),
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else it writes one into the home folder
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEFAULT_OBJECT_STORE_MEMORY_PROPORTION": "0.01",  # engines do not use the store
-    }
-    if not torch.cuda.is_available():
-        tests = Path(__file__).parents[1]
-        paths = [str(tests), str(plugin_folder(folder / "plugin", "ray_cpu")), os.environ.get("PYTHONPATH", "")]
-        setting["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        setting["RAY_OVERRIDE_RESOURCES"] = json.dumps({"CPU": 2, "GPU": 2})
-    return setting
 
 
 def even_smollm2() -> Path:
