@@ -69,7 +69,7 @@ assert not set(os.listdir("/dev/shm")) - before, set(os.listdir("/dev/shm")) - b
 
 @pytest.mark.parametrize("split", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_traces_and_the_end(tmp_path: Path, split: str) -> None:
-    finish(start_script(tmp_path, START + SERVES, split=split, mode="sync"))
+    finish(start_script(tmp_path, START + SERVES, split=split, mode="sync"), seconds=500)
 
 
 WAITS = """
