@@ -7,10 +7,13 @@ puts a handler in the place of vLLM's, which ends the process at once and leaves
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
 from multiprocessing import current_process, parent_process
+
+from .shared_files import remove, shared_files
 
 _SECONDS = 30.0
 
@@ -26,6 +29,7 @@ def _end_with_parent() -> None:
     parent = parent_process()
     assert parent is not None, "asked before"
     parent.join()
+    atexit.register(remove, shared_files(()))  # nobody else is left to do it
     os.kill(os.getpid(), signal.SIGTERM)  # vLLM's handler shuts the workers down
     threading.Event().wait(_SECONDS)
     os._exit(1)

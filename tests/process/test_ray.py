@@ -74,15 +74,23 @@ def test_traces_and_the_end(tmp_path: Path, split: str) -> None:
 
 WAITS = """
 import sys
+from pathlib import Path
+from invivo.vllm_backend.shared_files import shared_files
 with model.trace([1, 2, 3], max_tokens=1):
     hidden = model.model.layers[1].mlp.output.save()
+Path({names!r}).write_text("\\n".join(map(str, shared_files(()))))
 print(*[child.pid for child in psutil.Process().children(recursive=True)], flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_killed_client_leaves_no_process(tmp_path: Path) -> None:
-    assert_killing_leaves_no_process(start_script(tmp_path, START + WAITS, split="tensor_parallel_size", mode="sync"))
+def test_a_killed_client_leaves_nothing(tmp_path: Path) -> None:
+    names = tmp_path / "shared"
+    source = START + WAITS
+    script = start_script(tmp_path, source, split="tensor_parallel_size", mode="sync", names=str(names))
+    assert_killing_leaves_no_process(script)
+    shared = names.read_text().split("\n")
+    assert len(shared) > 2 and not [name for name in shared if Path(name).exists()]
 
 
 @pytest.mark.parametrize(("split", "mode", "victim"), [("tensor_parallel_size", "sync", 1)])
