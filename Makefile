@@ -1,7 +1,7 @@
 # The README's commands. Each makes the environment it needs, from nothing, the first time it is run:
 #   make demo        a tour in the terminal, on a real model
 #   make test        checkers and tests
-#   make test-all    the slow tests too: more ways in which processes end, long runs, notebooks
+#   make test-all    the slow tests too: more ways in which processes end, long runs, Ray, notebooks
 #   make lint        ruff, mypy, pyright, import-linter
 #   make notebooks   runs every notebook again, in place
 #   make bench       the benchmarks, docs/performance.md and its picture
@@ -22,6 +22,7 @@ say    := @printf '\033[1m==> %s\033[0m\n'
 
 pinned  := $(VENV)/.pinned-$(DEVICE)
 package := $(VENV)/.package
+ray     := $(VENV)/.ray
 
 .PHONY: demo test test-all lint ruff mypy pyright imports notebooks bench bench-gpu format env install model clean
 .DEFAULT_GOAL := test
@@ -33,10 +34,10 @@ test: lint model
 	$(say) "tests"
 	$(RUN)/pytest -m "not slow and not gpu" $(ARGS)
 
-test-all: lint model
+test-all: lint model $(ray)
 	$(say) "all tests"
 	$(RUN)/pytest $(if $(filter cuda,$(DEVICE)),,-m "not gpu") $(ARGS)
-	$(if $(ARGS),,for split in tp2 pp2; do $(RUN)/pytest -m "not gpu" tests/contract --topology $$split || exit 1; done)
+	$(if $(ARGS),,for split in tp2 pp2 ray; do $(RUN)/pytest -m "not gpu" tests/contract --topology $$split || exit 1; done)
 
 # The checkers run two at a time; each one's words come out together.
 lint: env
@@ -101,6 +102,12 @@ $(package): pyproject.toml scripts/link.py $(pinned) $(wildcard api/*.py) $(if $
 	@$(RUN)/python -m pip --disable-pip-version-check install --quiet --no-deps --no-build-isolation \
 	    --config-settings editable_mode=strict --editable .
 	@$(RUN)/python scripts/link.py
+	@touch $@
+
+# Only tests of engines with workers in Ray need it.
+$(ray): requirements/ray.txt | $(package)
+	$(say) "installing Ray"
+	@$(RUN)/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/ray.txt
 	@touch $@
 
 .PHONY: missing

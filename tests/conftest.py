@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,26 @@ settings.load_profile("invivo")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--topology", help="run the tests that share an engine on one of several workers: tp2, pp2, ...")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With a topology of Ray, this process and those below it are told before vLLM is imported."""
+    if (config.getoption("topology") or "").startswith("ray"):
+        from support.in_ray import NO_RAY, prepare, ray_folder
+
+        if NO_RAY is None:
+            folder = ray_folder()
+            config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+            prepare(folder)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ray_is_there(request: pytest.FixtureRequest) -> None:
+    if (request.config.getoption("topology") or "").startswith("ray"):
+        from support.in_ray import NO_RAY
+
+        if NO_RAY is not None:
+            pytest.skip(NO_RAY)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..envoy.address import suggestion
 from ..envoy.errors import MisuseError, UnsupportedError
 from ..interleaver.limits import Limits
-from .compat import CompilationMode, EngineArgs
+from .compat import CompilationMode, EngineArgs, current_platform, envs
 from .settings import KEY, SCHEDULER, settings
 
 if TYPE_CHECKING:
@@ -53,9 +54,16 @@ def engine_arguments(given: dict[str, Any], limits: Limits, *, streams: bool = F
             raise MisuseError(f"unknown engine argument `{name}`.{suggestion(name, known)}")
         if name in _WRONG_UNDER and value not in (None, False, 1):
             raise UnsupportedError(f"`{name}` cannot be used with traces: {_WRONG_UNDER[name]}.")
-        if name == "distributed_executor_backend" and value not in (None, "mp", "uni"):
+        if name == "distributed_executor_backend" and value not in (None, "mp", "uni", "ray"):
             raise UnsupportedError(
                 f"`{name}={value!r}`: traces were not tried with this executor. Leave it out: vLLM starts processes."
+            )
+        if name == "distributed_executor_backend" and value == "ray":
+            check_ray()
+        if name == "data_parallel_backend" and value != "mp":
+            raise UnsupportedError(
+                f"`{name}={value!r}`: engines that run in Ray cannot be watched as processes can, so a trace would "
+                "wait for ever for one that has died. Leave it out: vLLM starts processes."
             )
         if name == "data_parallel_size" and value != 1 and not streams:
             raise UnsupportedError(
@@ -93,12 +101,35 @@ def unsplit(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in _WORKERS}
 
 
+def check_ray() -> None:
+    """Refuse Ray where it is not there, or where workers run in another way than in processes of vLLM's.
+
+    Raises:
+        UnsupportedError: see above; the message says why.
+    """
+    what = '`distributed_executor_backend="ray"`'
+    if find_spec("ray") is None:
+        raise UnsupportedError(f"{what}: Ray is not installed. `pip install 'invivo[ray]'` does it.")
+    if not current_platform.ray_device_key:
+        raise UnsupportedError(
+            f"{what}: vLLM does not run workers in Ray on this platform ({current_platform.device_name}), for which it "
+            "knows no device to ask Ray for. Leave it out: vLLM starts processes."
+        )
+    if not envs.VLLM_USE_RAY_V2_EXECUTOR_BACKEND:
+        raise UnsupportedError(
+            f"{what} with VLLM_USE_RAY_V2_EXECUTOR_BACKEND=0: vLLM's older executor runs the model on a thread where "
+            "blocks cannot be reached. Unset that variable."
+        )
+
+
 def check_split(config: VllmConfig, *, v2: bool) -> None:
     """Refuse workers that have a part of a model where blocks could come to differ between them.
 
     Raises:
-        UnsupportedError: they use Model Runner V2, or prepare steps ahead.
+        UnsupportedError: they use Model Runner V2, or prepare steps ahead, or see `check_ray`.
     """
+    if config.parallel_config.use_ray:
+        check_ray()
     if config.parallel_config.world_size == 1:
         return
     if v2 or config.scheduler_config.async_scheduling:

@@ -5,6 +5,7 @@ Import it only after `version.check_version` has passed. Sources are given as fi
 
 from __future__ import annotations
 
+from vllm import envs
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.distributed import (
@@ -103,6 +104,7 @@ __all__ = [
     "destroy_distributed_environment",
     "destroy_model_parallel",
     "enable_torch_wrap",
+    "envs",
     "get_forward_context",
     "get_pp_group",
     "get_tp_group",

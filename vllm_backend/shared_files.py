@@ -6,13 +6,14 @@ A process that is killed leaves it behind, and CPU workers that share a model do
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 _FOLDER = Path("/dev/shm")
-_NAMES = ("vllm_", "psm_")
-"""How the names begin that vLLM and Python give; Python removes semaphores when this process ends."""
+_NAMES = re.compile(r"vllm_|psm_|.*-cpushm_\d+$")
+"""The names that vLLM and Python give; Python removes semaphores when this process ends."""
 
 
 def processes() -> frozenset[int]:
@@ -28,7 +29,7 @@ def shared_files(others: Collection[int]) -> frozenset[Path]:
             lines = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines()
             if any("/vllm/" in line for line in lines):  # its libraries
                 files = {Path(line.split(maxsplit=5)[-1]) for line in lines if f"{_FOLDER}/" in line}
-                found.update(file for file in files if file.parent == _FOLDER and file.name.startswith(_NAMES))
+                found.update(file for file in files if file.parent == _FOLDER and _NAMES.match(file.name))
     return frozenset(found)
 
 

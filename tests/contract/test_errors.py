@@ -290,7 +290,9 @@ def test_engine_arguments_that_traces_cannot_have() -> None:
     with pytest.raises(UnsupportedError, match="several engines of one model for asynchronous callers only"):
         VLLM(path, data_parallel_size=2)
     with pytest.raises(UnsupportedError, match="not tried with this executor"):
-        VLLM(path, tensor_parallel_size=2, distributed_executor_backend="ray")
+        VLLM(path, tensor_parallel_size=2, distributed_executor_backend="external_launcher")
+    with pytest.raises(UnsupportedError, match="engines that run in Ray cannot be watched"):
+        VLLM(path, mode="async", data_parallel_size=2, data_parallel_backend="ray")
     with pytest.raises(UnsupportedError, match="needs its own scheduler"):
         VLLM(path, scheduler_cls="some.where.Scheduler")
 

@@ -15,6 +15,7 @@ import torch
 
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
+from support.platforms import plugin_folder
 
 pytestmark = pytest.mark.engine
 
@@ -296,15 +297,6 @@ assert order == [(0, "a"), (0, "b"), (1, "a"), (1, "b")], order
 model.check_integrity()
 print("all is well")
 """
-
-
-def plugin_folder(folder: Path, platform: str) -> Path:
-    """A folder that Python takes for an installed package with the entry point of a platform of `support`."""
-    package = folder / f"{platform}-1.dist-info"
-    package.mkdir(parents=True)
-    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {platform}\nVersion: 1\n")
-    (package / "entry_points.txt").write_text(f"[vllm.platform_plugins]\n{platform} = support.{platform}:platform\n")
-    return folder
 
 
 def run(tmp_path: Path, source: str, processes: int, *, v2: bool = False) -> str:

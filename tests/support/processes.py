@@ -53,9 +53,9 @@ class Written(NamedTuple):
     stderr: str
 
 
-def finish(script: subprocess.Popen[str], code: int = 0) -> Written:
+def finish(script: subprocess.Popen[str], code: int = 0, seconds: float = 200) -> Written:
     """Wait for the end of a script, and assert its exit code."""
-    written = Written(*script.communicate(timeout=200))
+    written = Written(*script.communicate(timeout=seconds))
     assert script.returncode == code, written.stderr[-4000:]
     return written
 

@@ -17,6 +17,8 @@ from smollm2 import smollm2_path
 from support.checkpoints import default_folder
 
 TOPOLOGIES: dict[str, dict[str, Any]] = {
+    "ray": {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
+    "raypp2": {"pipeline_parallel_size": 2, "distributed_executor_backend": "ray"},
     "tp2": {"tensor_parallel_size": 2},
     "pp2": {"pipeline_parallel_size": 2},
     "tp2pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},

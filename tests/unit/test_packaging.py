@@ -109,7 +109,7 @@ class TestMetadata:
         from packaging.requirements import Requirement
 
         pins = {}
-        for name in ("cpu", "dev"):
+        for name in ("cpu", "dev", "ray"):
             for line in (ROOT / "requirements" / f"{name}.txt").read_text(encoding="utf-8").splitlines():
                 if line and not line.startswith("#"):
                     package, _, pinned = line.partition("==")
@@ -117,7 +117,8 @@ class TestMetadata:
                     assert package not in pins, f"{package} is pinned twice"
                     pins[package] = pinned
         project = SETTINGS["project"]
-        for text in [*project["dependencies"], *project["optional-dependencies"]["cpu"]]:
+        extras = project["optional-dependencies"]
+        for text in [*project["dependencies"], *extras["cpu"], *extras["ray"]]:
             requirement = Requirement(text)
             assert requirement.specifier.contains(pins[requirement.name]), text
 
