@@ -37,15 +37,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def topology(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+def topology(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any]]]:
     """The checkpoint of the session's engines, and what they are started with beside the usual."""
     from smollm2 import smollm2_path
     from support.topology import TOPOLOGIES, even_smollm2
 
     name = request.config.getoption("topology")
     if name is None:
-        return str(smollm2_path()), {}
-    return str(even_smollm2()), TOPOLOGIES[name]
+        yield str(smollm2_path()), {}
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        # vLLM binds each worker to a NUMA node of its own, and has none start where there are fewer of these.
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield str(even_smollm2()), TOPOLOGIES[name]
 
 
 @pytest.fixture(scope="session")
