@@ -120,8 +120,9 @@ class Staged(Hub):
             with suppress(Exception):  # a value that cannot be sent; the others must not wait for it
                 mine = encode(Told(mediator.script.read))
         told = self.stages.exchange_any(mine)[-1]
-        if told and request is not None and not self.places.last:
-            self._catch_up(request, told)
+        if request is not None and not self.places.last:
+            if told:  # by the same rank of the last stage, so maybe not for all ranks of this one
+                self._catch_up(request, told)
             self._after_turns()
 
     def _staged(self, request: str) -> StagedMediator | None:
