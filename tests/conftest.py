@@ -36,6 +36,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             used |= {"smollm2"} if item.callspec.params.get("model") == "vllm" else set()
         if used and used <= engines(name):
             kept.append(item)
+        if name.endswith("pp2") and item.get_closest_marker("calls_later_stages") is not None:
+            item.add_marker(pytest.mark.skip(reason="docs/tracing.md says that a pipeline refuses it"))
     items[:] = kept
 
 

@@ -130,6 +130,7 @@ def test_the_last_layer_by_a_negative_number(model: Any) -> None:
     assert torch.equal(last, again)
 
 
+@pytest.mark.calls_later_stages
 def test_modules_called_in_the_block_run_the_real_weights(model: Any, reference: Reference) -> None:
     """The logit lens, over all layers, in one trace."""
     with model.trace(PROMPT, max_tokens=1, temperature=0):
