@@ -23,7 +23,11 @@ from smollm2 import even_smollm2_path
 LENGTH, OTHERS = 64, 192
 FLOAT = 4
 
-ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 """vLLM binds each worker to a NUMA node of its own, and has none start where there are fewer of these."""
 
 
