@@ -88,6 +88,12 @@ def _harvest(bench: Bench) -> Sequence[Figure | Curve]:
     return harvesting(bench)
 
 
+def _ranks(bench: Bench) -> Sequence[Figure | Curve]:
+    from ranks import ranks
+
+    return ranks(bench)
+
+
 PARTS = {
     "import": Part("importing", _import),
     "payloads": Part("capture and serialization", _payloads),
@@ -101,4 +107,5 @@ PARTS = {
     "harvest": Part("harvesting activations", _harvest),
     "growth": Part("growth", _growth),
     "bulk": Part("large saves", _bulk),
+    "ranks": Part("what crosses between workers", _ranks),
 }

@@ -57,13 +57,20 @@ class ParallelHub(Hub):
         self._turned: list[Mediator] = []
         self._edits: dict[str, int] = {}
         self._overs: dict[str, LimitError] = {}
-        self._failed = False
+        self._failure: str | None = None
         self._all_failed = False
 
     def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
         """See `Hub`."""
         super().add(request, mediator, vocabulary)
         mediator.caller = partial(self._ask, mediator)
+
+    def remove(self, request: str) -> Mediator | None:
+        """See `Hub`."""
+        removed = super().remove(request)
+        if not self.mediators:
+            self._ranks.drop_room()
+        return removed
 
     def begin(self, shares: Mapping[str, Share], without: Collection[str] = ()) -> None:
         """See `Hub`."""
@@ -122,7 +129,7 @@ class ParallelHub(Hub):
 
     def give_up(self, error: Exception) -> None:
         """See `Hub`; the other ranks learn of it when all agree next."""
-        self._failed = True
+        self._failure = f"{type(error).__name__}: {error}"
         super().give_up(error)
 
     # --- turns
@@ -189,6 +196,8 @@ class ParallelHub(Hub):
         calling = [m for m in dict.fromkeys(self._turned) if isinstance(m.wait, CallWait)]
         if not calling:
             return False
+        for mediator in calling:
+            self._make_part(mediator)
         self._agree(more=more)
         for mediator in sorted(calling, key=attrgetter("request")):
             wait = mediator.wait
@@ -200,14 +209,24 @@ class ParallelHub(Hub):
                 self._turn(mediator, turn)
         return True
 
+    def _make_part(self, mediator: Mediator) -> None:
+        """Make this rank's part of what a module is called with; whoever cannot says so before any rank calls it."""
+        wait = mediator.wait
+        assert isinstance(wait, CallWait), "it waits for a call"
+        try:
+            wait.part = self._shards.part(wait.arguments, port_at(wait.address, INPUT))
+        except Exception as error:
+            wait.problem = error
+
     def _ask(self, mediator: Mediator, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """Run by a block: have a module called, while it stays at its port."""
         wait, mediator.held = CallWait(address, (args, kwargs), mediator.port, mediator.held), None
         return mediator.hand_over(wait)
 
     def _called(self, wait: CallWait) -> object:
-        arguments: Any = self._shards.part(wait.arguments, port_at(wait.address, INPUT))
-        return self._shards.whole(self.calls.call(wait.address, *arguments), port_at(wait.address, OUTPUT))
+        if wait.problem is not None:
+            raise wait.problem
+        return self._shards.whole(self.calls.call(wait.address, *wait.part), port_at(wait.address, OUTPUT))
 
     # --- agreements
 
@@ -235,15 +254,16 @@ class ParallelHub(Hub):
         turned, self._turned = dict.fromkeys(self._turned), []
         states = {mediator.request: _state(mediator) for mediator in turned}
         calls = any(isinstance(mediator.wait, CallWait) for mediator in turned)
-        flags = _CALLS * calls | _MORE * more | _FAILED * self._failed
+        flags = _CALLS * calls | _MORE * more | _FAILED * (self._failure is not None)
         said = self._ranks.exchange((flags, _sum(states), _sum(self._edits)))
         every = 0
         for flag, *_ in said:
             every |= flag
         if every & _FAILED:
-            if not self._failed:
-                super().give_up(InternalError("the hub of another rank has failed; its log says why."))
-            self._failed, self._all_failed = False, True
+            failures = [failure for failure in self._ranks.exchange_any(self._failure) if failure is not None]
+            if self._failure is None:
+                super().give_up(InternalError(f"the hub of another rank has failed: {failures[0]}"))
+            self._failure, self._all_failed = None, True
             self._turned.clear()
             self._edits.clear()
             return False
@@ -325,7 +345,8 @@ def _state(mediator: Mediator) -> str:
         return "it waits at a barrier"
     if isinstance(wait, CallWait):
         shapes = [[*tensor.shape] for tensor in tensors_of(wait.arguments)]
-        return f"it calls {wait.address} with {shapes}"
+        problem = f", which fails with {type(wait.problem).__name__}" if wait.problem is not None else ""
+        return f"it calls {wait.address} with {shapes}{problem}"
     return "it waits for the end of its request"
 
 

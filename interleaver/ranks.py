@@ -4,12 +4,52 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from .torch_compat import gather_flat
+
 if TYPE_CHECKING:
     from ..envoy.address import Port
+
+
+class Pieces(NamedTuple):
+    """A tensor that is not in one piece.
+
+    Attributes:
+        pieces: its parts.
+        dim: along which they follow each other.
+    """
+
+    pieces: Sequence[torch.Tensor]
+    dim: int = 0
+
+    @property
+    def shape(self) -> list[int]:
+        """Of the tensor."""
+        shape = [*self.pieces[0].shape]
+        if shape:
+            shape[self.dim] = sum(piece.shape[self.dim] for piece in self.pieces)
+        return shape
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def joined(self) -> torch.Tensor:
+        """The tensor."""
+        return self.pieces[0] if len(self.pieces) == 1 else torch.cat([*self.pieces], self.dim)
+
+    def put(self, target: torch.Tensor) -> None:
+        """Copy it; nothing else is allocated."""
+        start = 0
+        for piece in self.pieces:
+            length = piece.shape[self.dim] if piece.dim() else 0
+            (target.narrow(self.dim, start, length) if piece.dim() else target).copy_(piece)
+            start += length
 
 
 class Ranks(Protocol):
@@ -23,8 +63,25 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def gather(self, tensor: torch.Tensor, port: Port | None = None) -> list[torch.Tensor]:
-        """The tensors of all ranks, which have the same shape; `port` is what they are of."""
+    def fits(self, tensors: Sequence[Pieces]) -> bool:
+        """Whether there is room to gather these; the same on all ranks."""
+        ...
+
+    def make_room(self, tensors: Sequence[Pieces]) -> None:
+        """Allocate what gathering these takes; no exchange."""
+        ...
+
+    def drop_room(self) -> None:
+        """Give the room back."""
+        ...
+
+    def gather(self, tensors: Sequence[Pieces], port: Port | None = None) -> list[list[torch.Tensor]]:
+        """The tensors of each rank, in memory that the next call uses again.
+
+        Args:
+            tensors: of this rank; their shapes are the same on all. There is room for them.
+            port: what they are of.
+        """
         ...
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -53,14 +110,34 @@ class GroupRanks:
         self.rank = int(torch.distributed.get_rank(group))
         self.size = int(torch.distributed.get_world_size(group))
         self.sent: Counter[Port | None] = Counter()
+        self._room: torch.Tensor | None = None
 
-    def gather(self, tensor: torch.Tensor, port: Port | None = None) -> list[torch.Tensor]:
+    def fits(self, tensors: Sequence[Pieces]) -> bool:
+        """See `Ranks`."""
+        return self._room is not None and self._room.nbytes >= (1 + self.size) * _ends(tensors)[-1]
+
+    def make_room(self, tensors: Sequence[Pieces]) -> None:
+        """See `Ranks`."""
+        self._room = None
+        device = tensors[0].pieces[0].device
+        with torch.inference_mode(False):  # so that it can be written outside of one, too
+            self._room = torch.empty((1 + self.size) * _ends(tensors)[-1], dtype=torch.uint8, device=device)
+
+    def drop_room(self) -> None:
+        """See `Ranks`."""
+        self._room = None
+
+    def gather(self, tensors: Sequence[Pieces], port: Port | None = None) -> list[list[torch.Tensor]]:
         """See `Ranks`. As bytes: not every way takes every dtype."""
-        raw = tensor.contiguous().view(torch.uint8)
-        parts = [torch.empty_like(raw) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, raw, group=self._tensors)
-        self.sent[port] += raw.nbytes * (self.size - 1)
-        return [part.view(tensor.dtype) for part in parts]
+        assert self._room is not None, "it was made"
+        ends = _ends(tensors)
+        size = ends[-1]
+        mine, everyone = self._room[:size], self._room[size : (1 + self.size) * size]
+        for tensor, target in zip(tensors, _views(mine, tensors, ends), strict=True):
+            tensor.put(target)
+        gather_flat(everyone, mine, group=self._tensors)
+        self.sent[port] += size * (self.size - 1)
+        return [_views(part, tensors, ends) for part in everyone.view(self.size, size).unbind()]
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """See `Ranks`."""
@@ -76,3 +153,20 @@ class GroupRanks:
         parts: list[Any] = [None] * self.size
         torch.distributed.all_gather_object(parts, value, group=self._group)
         return parts
+
+
+_ALIGNED = 16
+"""Every tensor begins at a multiple of this many bytes, so that it can be seen as one of its dtype."""
+
+
+def _ends(tensors: Sequence[Pieces]) -> list[int]:
+    """Where each tensor ends, if they are one behind the other."""
+    return [*accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)]
+
+
+def _views(data: torch.Tensor, tensors: Sequence[Pieces], ends: Sequence[int]) -> list[torch.Tensor]:
+    """Bytes as tensors of the shapes of these."""
+    return [
+        data[start : start + tensor.nbytes].view(tensor.pieces[0].dtype).view(tensor.shape)
+        for tensor, start in zip(tensors, [0, *ends[:-1]], strict=True)
+    ]

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 
 from ..envoy.address import Port
-from ..envoy.errors import UnsupportedError
+from ..envoy.errors import InternalError, UnsupportedError
 from .layout import Layout
-from .ranks import Ranks
+from .ranks import Pieces, Ranks
 from .values import Change, map_tensors, row_dim, tensors_of
 from .windows import Window
 
@@ -70,14 +70,17 @@ class Shards:
         tensors = tensors_of(value)
         layouts = self._of(port, tensors)
         rows = [_rows(tensor, windows, port) for tensor in tensors]
-        self._check(port, rows, layouts)
-        if all(layout.whole for layout in layouts):
+        split = [number for number, layout in enumerate(layouts) if not layout.whole]
+        travel = [rows[number] for number in split]
+        self._meet(port, rows, layouts, travel)
+        if not split:
             return value, windows
+        parts = dict(zip(split, zip(*self.ranks.gather(travel, port), strict=True), strict=True))
         number = count()
 
         def whole(_: torch.Tensor) -> torch.Tensor:
             at = next(number)
-            return rows[at] if layouts[at].whole else layouts[at].join(self.ranks.gather(rows[at], port))
+            return layouts[at].join(parts[at]) if at in parts else rows[at].joined()
 
         return map_tensors(value, whole), _closed_up(windows)
 
@@ -109,11 +112,19 @@ class Shards:
 
     def whole(self, value: object, port: Port) -> object:
         """The whole of what a module has returned."""
+        tensors = tensors_of(value)
+        layouts = self._of(port, tensors)
+        split = [number for number, layout in enumerate(layouts) if not layout.whole]
+        if not split:
+            return value
+        travel = [Pieces([tensors[number]]) for number in split]
+        self._meet(port, (), (), travel)
+        parts = dict(zip(split, zip(*self.ranks.gather(travel, port), strict=True), strict=True))
         number = count()
 
         def whole(tensor: torch.Tensor) -> torch.Tensor:
-            layout = self._layouts.of(port, next(number), tensor)
-            return tensor if layout.whole else layout.join(self.ranks.gather(tensor, port))
+            at = next(number)
+            return layouts[at].join(parts[at]) if at in parts else tensor
 
         return map_tensors(value, whole)
 
@@ -130,34 +141,60 @@ class Shards:
     def _of(self, port: Port, tensors: Sequence[torch.Tensor]) -> list[Layout]:
         return [self._layouts.of(port, number, tensor) for number, tensor in enumerate(tensors)]
 
-    def _check(self, port: Port, rows: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> None:
-        """Compare what the ranks hold at a port that nobody has read yet."""
+    def _meet(self, port: Port, rows: Sequence[Pieces], layouts: Sequence[Layout], travel: Sequence[Pieces]) -> None:
+        """Before rows travel: compare what the ranks hold at a port that nobody has read yet, and make room.
+
+        No rank is waited for that cannot: it says so, and nothing travels.
+
+        Raises:
+            UnsupportedError: how the parts make the whole is not known.
+            InternalError: another rank has failed.
+            whatever has failed on this one.
+        """
         new = [number for number in range(len(rows)) if (port, number) not in self._seen]
-        if not new:
+        roomy = not travel or self.ranks.fits(travel)
+        if not new and roomy:
             return
-        sums = self.ranks.exchange([_checksum(rows[number]) for number in new])
-        for number, found in zip(new, zip(*sums, strict=True), strict=True):
-            layout = layouts[number]
-            differs = len(set(found)) > 1
-            parts = bool(layout.pieces) and all(piece.replicas == 1 for piece in layout.pieces)
-            if (layout.whole and differs) or (parts and not differs and not _constant(rows[number])):
-                raise UnsupportedError(
-                    f"{port} holds {'something else' if differs else 'the same'} on each of the {self.ranks.size} "
-                    f"ranks, and how {'these parts make' if differs else 'that makes'} the whole is not known for "
-                    f"modules of the class {self._layouts.name(port)} at this place. Read the ports of the layers "
-                    "before or after it."
-                )
+        sums = [0] * len(new)
+        failure: Exception | None = None
+        try:
+            sums = [_checksum(rows[number].pieces) for number in new]
+            if not roomy:
+                self.ranks.make_room(travel)
+        except Exception as error:
+            failure = error
+        said = self.ranks.exchange([failure is not None, *sums])
+        if any(failed for failed, *_ in said):
+            self.ranks.drop_room()
+            text = f"{type(failure).__name__}: {failure}" if failure is not None else None
+            texts = [one for one in self.ranks.exchange_any(text) if one is not None]
+            raise failure or InternalError(f"another rank could not give its rows of {port}: {texts[0]}")
+        for number, found in zip(new, zip(*(sums for _, *sums in said), strict=True), strict=True):
+            self._compare(port, number, rows[number], layouts[number], found)
         self._seen.update((port, number) for number in new)
 
+    def _compare(self, port: Port, number: int, rows: Pieces, layout: Layout, sums: Sequence[int]) -> None:
+        differs = len(set(sums)) > 1
+        parts = bool(layout.pieces) and all(piece.replicas == 1 for piece in layout.pieces)
+        if (layout.whole and differs) or (parts and not differs and not _constant(rows.pieces)):
+            raise UnsupportedError(
+                f"{port} holds {'something else' if differs else 'the same'} on each of the {self.ranks.size} "
+                f"ranks, and how {'these parts make' if differs else 'that makes'} the whole is not known for "
+                f"modules of the class {self._layouts.name(port)} at this place. Read the ports of the layers "
+                "before or after it."
+            )
 
-def _rows(tensor: torch.Tensor, windows: Sequence[Window | None], port: Port) -> torch.Tensor:
+
+def _rows(tensor: torch.Tensor, windows: Sequence[Window | None], port: Port) -> Pieces:
     """The rows of all windows, one after the other."""
     found = []
+    dim = 0
     for window in windows:
         if window is None or window.length == window.total:
-            return tensor
-        found.append(tensor.narrow(row_dim(tensor, window, port), window.start, window.length))
-    return found[0] if len(found) == 1 else torch.cat(found, row_dim(tensor, windows[0], port))  # type: ignore[arg-type]
+            return Pieces([tensor])
+        dim = row_dim(tensor, window, port)
+        found.append(tensor.narrow(dim, window.start, window.length))
+    return Pieces(found, dim)
 
 
 def _closed_up(windows: Sequence[Window | None]) -> list[Window | None]:
@@ -174,13 +211,17 @@ def _closed_up(windows: Sequence[Window | None]) -> list[Window | None]:
     return found
 
 
-def _constant(tensor: torch.Tensor) -> bool:
+def _constant(pieces: Sequence[torch.Tensor]) -> bool:
     """Whether all elements are the same, so that nothing can be told from them."""
-    return tensor.numel() == 0 or bool((tensor == tensor.reshape(-1)[0]).all())
+    filled = [piece for piece in pieces if piece.numel()]
+    return all(bool((piece == filled[0].reshape(-1)[0]).all()) for piece in filled)
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+def _checksum(pieces: Sequence[torch.Tensor]) -> int:
+    found = 0
+    for piece in pieces:
+        found = zlib.crc32(piece.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
+    return found
 
 
 def checksum(change: Sequence[torch.Tensor | None]) -> int:
@@ -188,5 +229,5 @@ def checksum(change: Sequence[torch.Tensor | None]) -> int:
     found = 0
     for new in change:
         if new is not None:
-            found = found * 31 + _checksum(new) + 1
+            found = found * 31 + _checksum([new]) + 1
     return found & 0xFFFFFFFF

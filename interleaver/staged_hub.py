@@ -78,8 +78,7 @@ class Staged(Hub):
             return
         for request, data in told.items():
             if request in self.mediators:
-                self._give(request, decode(data, self._device()), back=True)
-                self._catch_up(request)
+                self._catch_up(request, data)
         self._after_turns()
 
     def tell(self) -> bytes:
@@ -121,9 +120,9 @@ class Staged(Hub):
             with suppress(Exception):  # a value that cannot be sent; the others must not wait for it
                 mine = encode(Told(mediator.script.read))
         told = self.stages.exchange_any(mine)[-1]
-        if told and request is not None and not self.places.last:
-            self._give(request, decode(told, self._device()), back=True)
-            self._catch_up(request)
+        if request is not None and not self.places.last:
+            if told:  # by the same rank of the last stage, so maybe not for all ranks of this one
+                self._catch_up(request, told)
             self._after_turns()
 
     def _staged(self, request: str) -> StagedMediator | None:
@@ -137,8 +136,9 @@ class Staged(Hub):
             given.clear()
             given.extend(entry for entry in told.entries if (entry.stage > own if back else entry.stage < own))
 
-    def _catch_up(self, request: str) -> None:
-        """Have a block go over what later stages have read."""
+    def _catch_up(self, request: str, data: bytes) -> None:
+        """Have a block go over what later stages have read. Nothing is raised: other ranks would be kept waiting."""
+        self._guarded(lambda: self._give(request, decode(data, self._device()), back=True))
         mediator = self._staged(request)
         if mediator is not None and mediator.script.given and isinstance(mediator.wait, Port):
             port = mediator.wait

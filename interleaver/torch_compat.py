@@ -44,6 +44,12 @@ def _clone_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 clone_each = cast("Callable[[list[torch.Tensor]], list[torch.Tensor]]", vars(torch).get("_foreach_clone", _clone_each))
 """As `torch.Tensor.clone` of each of some tensors, in one call where torch has one."""
 
+gather_flat = cast(
+    "Callable[..., object]",
+    vars(torch.distributed).get("all_gather_single") or vars(torch.distributed)["all_gather_into_tensor"],
+)
+"""As `torch.distributed.all_gather`, into one tensor; the older of the two names is deprecated where both are."""
+
 grad_on = torch.is_grad_enabled
 default_dtype = torch.get_default_dtype
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ..envoy.address import Port
 
@@ -37,6 +37,8 @@ class CallWait:
         arguments: positional and keyword arguments.
         port: the port that the block is at.
         held: what it holds of that.
+        part: what this rank calls it with.
+        problem: why it has no part.
     """
 
     def __init__(
@@ -50,6 +52,8 @@ class CallWait:
         self.arguments = arguments
         self.port = port
         self.held = held
+        self.part: Any = None
+        self.problem: Exception | None = None
 
 
 Wait: TypeAlias = Port | StepWait | EndWait | BarrierWait | CallWait

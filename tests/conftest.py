@@ -19,7 +19,7 @@ settings.load_profile("invivo")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--topology", help="run the tests that share an engine on one of several workers: tp2, pp2, ...")
+    parser.addoption("--topology", help="run the tests that share an engine on several workers: tp2, pp2, ...")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,29 +44,39 @@ def _ray_is_there(request: pytest.FixtureRequest) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With ``--topology``, only what uses an engine of the session."""
-    if config.getoption("topology") is None:
+    name = config.getoption("topology")
+    if name is None:
         return
-    shared = {"smollm2", "async_smollm2"}
+    from support.topology import engines
+
     kept = []
     for item in items:
         assert isinstance(item, pytest.Function)
-        used = shared & set(item.fixturenames)
-        on_model = "model" in item.fixturenames and getattr(item, "callspec", None) is not None
-        if used or (on_model and item.callspec.params.get("model") == "vllm"):
+        used = {"smollm2", "async_smollm2"} & set(item.fixturenames)
+        if "model" in item.fixturenames and getattr(item, "callspec", None) is not None:
+            used |= {"smollm2"} if item.callspec.params.get("model") == "vllm" else set()
+        if used and used <= engines(name):
             kept.append(item)
+        if name.endswith("pp2") and item.get_closest_marker("calls_later_stages") is not None:
+            item.add_marker(pytest.mark.skip(reason="docs/tracing.md says that a pipeline refuses it"))
     items[:] = kept
 
 
 @pytest.fixture(scope="session")
-def topology(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+def topology(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any]]]:
     """The checkpoint of the session's engines, and what they are started with beside the usual."""
-    from smollm2 import smollm2_path
-    from support.topology import TOPOLOGIES, even_smollm2
+    from smollm2 import even_smollm2_path, smollm2_path
+    from support.topology import TOPOLOGIES
 
     name = request.config.getoption("topology")
     if name is None:
-        return str(smollm2_path()), {}
-    return str(even_smollm2()), TOPOLOGIES[name]
+        yield str(smollm2_path()), {}
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        # vLLM binds each worker to a NUMA node of its own, and has none start where there are fewer of these.
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield str(even_smollm2_path()), TOPOLOGIES[name]
 
 
 @pytest.fixture(scope="session")

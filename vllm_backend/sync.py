@@ -110,6 +110,7 @@ class SyncBackend:
         call = self._engine.call
         left = [payload.trace for payload, _ in samples]
         done = []
+        self._engine.start()  # apart: one that cannot start has nothing to forget
         try:
             outputs = self._engine.generate([prompt for prompt, _ in prepared], [params for _, params in prepared])
             for output in outputs:
@@ -166,6 +167,7 @@ class SyncBackend:
             return outcomes
 
         prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
+        self._engine.start()  # apart: one that cannot start has nothing to forget
         try:
             if groups[0].common:
                 self._engine.call("invivo_bring", groups[0].trace, msgspec.msgpack.encode(groups[0].common))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,15 +94,17 @@ def test_input_is_in_inputs(model: Any) -> None:
 
 
 @pytest.mark.engine
-def test_structure_is_the_modules_own(smollm2: Any) -> None:
+def test_structure_is_the_modules_own(smollm2: Any, topology: tuple[str, dict[str, Any]]) -> None:
     model = smollm2
+    config = json.loads((Path(topology[0]) / "config.json").read_text(encoding="utf-8"))
+    widths = [64 * config[f"num_{kind}_heads"] for kind in ("attention", "key_value")]
     with model.trace(PROMPT, max_tokens=1, temperature=0):
         rotated = model.model.layers[0].self_attn.rotary_emb.output
         hidden, *rest = model.model.layers[0].output
         kinds = [type(rotated).__name__, [list(part.shape) for part in rotated], len(rest)].save()
         projected = model.model.layers[1].self_attn.o_proj.output
         second = (projected[1] is None).save()
-    assert kinds == ["tuple", [[9, 576], [9, 192]], 1]
+    assert kinds == ["tuple", [[9, width] for width in widths], 1]
     assert second
 
 
@@ -126,6 +130,7 @@ def test_the_last_layer_by_a_negative_number(model: Any) -> None:
     assert torch.equal(last, again)
 
 
+@pytest.mark.calls_later_stages
 def test_modules_called_in_the_block_run_the_real_weights(model: Any, reference: Reference) -> None:
     """The logit lens, over all layers, in one trace."""
     with model.trace(PROMPT, max_tokens=1, temperature=0):

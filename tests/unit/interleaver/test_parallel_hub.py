@@ -44,11 +44,12 @@ class Half(torch.nn.Module):
         for layer, dim in ((self.up, 0), (self.down, 1)):
             weight = torch.randn(12 if dim == 0 else 4, 12 if dim == 1 else 4, generator=generator)
             layer.weight.data = weight.chunk(RANKS, dim)[ranks.rank].clone()
-        self._ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         partial = self.down(self.middle(torch.relu(self.up(x))))
-        result: torch.Tensor = self.whole(SUMMED.join(self._ranks.gather(partial)))
+        parts = [torch.empty_like(partial) for _ in range(RANKS)]
+        torch.distributed.all_gather(parts, partial)
+        result: torch.Tensor = self.whole(SUMMED.join(parts))
         return result
 
 
@@ -243,3 +244,50 @@ def a_hub_fails(rank: Rank) -> Any:
 
 def test_when_the_hub_of_one_rank_fails_that_of_the_others_does(both: Callable[[str], list[Any]]) -> None:
     assert both("a_hub_fails") == [[InternalError, InternalError, type(None)]] * 2
+
+
+def a_hub_fails_at_a_port(rank: Rank) -> Any:
+    """On one rank, before its rows have travelled, after that, or where it has none to call a module with."""
+    import invivo.interleaver.parallel_hub as module
+
+    def no_memory(*_: object, **__: object) -> Any:
+        raise MemoryError("on one rank")
+
+    def read(envoy: Any) -> dict[str, object]:
+        envoy.up.output
+        envoy.down.output
+        return {}
+
+    def call(envoy: Any) -> dict[str, object]:
+        envoy.up(envoy.up.input)
+        envoy.down.output
+        return {}
+
+    failing: list[tuple[Any, str, Any]] = [
+        (GroupRanks, "make_room", read),
+        (module, "copies", read),
+        (Layout, "join", read),
+        (Shards, "part", call),
+    ]
+    found = []
+    for odd in range(RANKS):
+        for owner, name, block in failing:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank.ranks.rank == odd:
+                    patch.setattr(owner, name, no_memory)
+                if name == "join":
+                    rank.model.forward = lambda rows: rank.model.whole(rank.model.up(rows))
+                mediator = rank.add("a", block)
+                rank.step()
+            rank.model.__dict__.pop("forward", None)
+            again = rank.add("a", read)
+            rank.step()
+            found.append((type(mediator.failure), str(mediator.failure), type(again.failure)))
+    return found
+
+
+def test_a_rank_that_fails_at_a_port_keeps_nobody_waiting(both: Callable[[str], list[Any]]) -> None:
+    for number, found in enumerate(zip(*both("a_hub_fails_at_a_port"), strict=True)):
+        for kind, text, again in found:
+            assert kind is (RanksError if number % 4 == 3 else InternalError) and again is type(None)
+            assert "MemoryError" in text

@@ -80,11 +80,9 @@ class Llm:
         return [Outbox().send(args[0], Reply(pack({"trace": name}), failure, "", (), None))]
 
 
-def run(llm: Llm, *groups: tuple[dict[str, int], dict[str, int]]) -> list[tuple[Reply, object]]:
-    """Run invokes that take these values and meet at these barriers."""
-    engine = Engine("a model", {})
-    engine._llm = llm  # type: ignore[assignment]
-    payloads = [
+def payloads_of(*groups: tuple[dict[str, int], dict[str, int]]) -> list[Payload]:
+    """Invokes that take these values and meet at these barriers."""
+    return [
         Payload(
             FORMAT,
             str(index),
@@ -97,9 +95,15 @@ def run(llm: Llm, *groups: tuple[dict[str, int], dict[str, int]]) -> list[tuple[
         )
         for index, (takes, barriers) in enumerate(groups)
     ]
+
+
+def run(llm: Llm, *groups: tuple[dict[str, int], dict[str, int]]) -> list[tuple[Reply, object]]:
+    """Run `payloads_of` these."""
+    engine = Engine("a model", {})
+    engine._llm = llm  # type: ignore[assignment]
     request = Request(Prompt([1], None), SamplingParams())
     try:
-        return SyncBackend(engine).run_group(payloads, [request] * len(groups))
+        return SyncBackend(engine).run_group(payloads_of(*groups), [request] * len(groups))
     finally:
         engine._llm = None
 
@@ -122,6 +126,26 @@ def test_blocks_that_meet_are_collected_together() -> None:
     llm = Llm([0, 2, 1])
     run(llm, ({}, {"b": 2}), ({}, {"b": 2}), ({}, {}))
     assert llm.log == ["send 0 1 2", "collect 2", "collect 0", "collect 1"]
+
+
+def test_an_engine_that_cannot_start_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing in it that would have to be forgotten."""
+    made: list[Engine] = []
+
+    def make(engine: Engine) -> Any:
+        made.append(engine)
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(Engine, "_make", make)
+    engine = Engine("a model", {})
+    request = Request(Prompt([1], None), SamplingParams())
+    (alone,) = payloads_of(({}, {}))
+    with pytest.raises(RuntimeError, match="no such device") as one:
+        SyncBackend(engine).run(alone, request)
+    with pytest.raises(RuntimeError, match="no such device") as several:
+        SyncBackend(engine).run_group([alone], [request])
+    assert made == [engine, engine]
+    assert one.value.__context__ is several.value.__context__ is None
 
 
 def test_an_interrupted_wait_ends_all_of_them() -> None:
