@@ -1,5 +1,4 @@
 """Captured forwards: what blocks read and write there is what they would, module by module.
-
 The graphs are made up (`support.fake_graph`).
 """
 
