@@ -25,7 +25,7 @@ class _Kept(Held):
     __slots__ = ()
 
     def __init__(self) -> None:
-        self.value = self._copy = None
+        self.value: object = None
         self.changed = None
 
     def assign(self, value: object, where: str) -> None:
