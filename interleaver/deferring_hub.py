@@ -9,6 +9,9 @@ That the blocks will only read is a guess. If one does edit there, or asks for a
 a second time: ports that were served already are not served again, but get what the blocks had left there, and all that
 come behind are served where they are. Keys and values are written again as they were. A block cannot tell this from a
 port that is served at once.
+
+A forward is also run again if the model fails in it on what blocks have put there (a token id that it does not have),
+without these blocks: other requests must not end with them.
 """
 
 from __future__ import annotations
@@ -19,13 +22,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..envoy.errors import PreemptedError, WriteError
 from .hub import Hub
 from .values import map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from ..envoy.address import Port
     from .calls import ModuleCall
-    from .windows import Share
+    from .mediator import Mediator
+    from .values import Change
+    from .windows import Share, Window
 
 _MOST_BYTES = 16 << 20
 """What one forward may keep. Large values, those of prompts, cost more to copy than there is to gain."""
@@ -57,6 +63,7 @@ class DeferringHub(Hub):
         self._pause = 0
         self._next_pause = 1
         self._tap: Callable[[Port, object], object] | None = None
+        self._changes: list[tuple[Port, Window | None]] = []  # what was edited in the forward that runs, whose rows
         self._guess(frozenset())
 
     def begin(self, shares: Mapping[str, Share], without: Collection[str] = ()) -> None:
@@ -67,6 +74,16 @@ class DeferringHub(Hub):
 
     def run(self, forward: Callable[[], object]) -> object:
         """See `Hub`."""
+        self._changes.clear()
+        try:
+            return self._run_first(forward)
+        except Exception as error:
+            if not self._changes:
+                raise
+            self._end_editors(error)
+            return forward()
+
+    def _run_first(self, forward: Callable[[], object]) -> object:
         self._number += 1
         self._guess(self._readable())
         output = self._run(forward) if self._kept else forward()
@@ -85,6 +102,42 @@ class DeferringHub(Hub):
         except Exception as error:
             self.give_up(error)
             return None
+
+    def _serve(self, waiting: list[Mediator], port: Port, value: object) -> list[Change]:
+        changes = super()._serve(waiting, port, value)
+        if changes:
+            self._changes += [(port, window) for _, window in changes]
+        return changes
+
+    def _end_editors(self, error: Exception) -> None:
+        """The model has failed on what blocks have put there: they end, and so do others that have yet to be served."""
+        ports = {window: port for port, window in self._changes}
+        waiting = {mediator.request for mediators in self._waiting.values() for mediator in mediators}
+        waiting -= {m.request for port, mediators in self._waiting.items() if port.of_step for m in mediators}
+        self._waiting = {port: mediators for port, mediators in self._waiting.items() if port.of_step}
+        for request, share in self._shares.items():
+            mediator = self.mediators.get(request)
+            if mediator is None or (mediator.failure is not None and mediator.done):
+                continue
+            port = ports.get(share.rows)
+            if port is not None:
+                problem: Exception = WriteError(
+                    f"the model failed on what this block had put in place of {port}, in step {mediator.step}: "
+                    f"{type(error).__name__}: {error}. Other requests go on; put something there that the model can "
+                    "work with."
+                )
+                problem.__cause__ = error
+            elif request in waiting:
+                problem = PreemptedError(
+                    f"this trace had to end in step {mediator.step}: the model failed on what another request's block "
+                    "had put there, and this step was run again without blocks."
+                )
+            else:
+                continue
+            self._end_with(mediator, request, problem)
+        self._waiting = {
+            port: [mediator for mediator in mediators if not mediator.done] for port, mediators in self._waiting.items()
+        }
 
     def _guess(self, kept: frozenset[Port]) -> None:
         self._kept = kept  # ports whose blocks have their turns late
