@@ -33,11 +33,23 @@ def whole_hub(adapter: RunnerAdapter) -> Hub:
     return Hub(model, call_module, compiled=compiled)
 
 
-def fit_in(mediator: Mediator, hub: Hub, payload: Payload, new: NewRequest) -> None:
-    """Say what of the engine and its request concerns a block that has had no turn yet."""
+def fit_in(mediator: Mediator, hub: Hub, payload: Payload, new: NewRequest, *, ahead: bool) -> None:
+    """Say what of the engine and its request concerns a block that has had no turn yet.
+
+    Args:
+        mediator: the block.
+        hub: where it will be.
+        payload: what it came as.
+        new: its request.
+        ahead: a step may run before it is known whether a token of the last one has ended the request.
+    """
     if not is_whole(hub):
         mediator.alone = False  # its twins in other workers have their turns when it has
     mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
     mediator.partial_prompt = new.reuses_prefix
-    if payload.steady and isinstance(hub, LaggingHub) and not (payload.uses or payload.streams or new.stops):
+    if (
+        payload.steady
+        and isinstance(hub, LaggingHub)
+        and not (payload.uses or payload.streams or (ahead and new.stops))
+    ):
         SteadyMediator.make(mediator)

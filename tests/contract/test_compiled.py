@@ -174,6 +174,32 @@ def test_ports_that_are_only_read_are_served_behind_the_forward_until_one_is_edi
             assert all(same(one, other) for one, other in zip(found, [*layers, there.logits], strict=True))
 
 
+def test_blocks_that_only_read_have_several_steps_in_one_turn(engine: Engine) -> None:
+    """Two requests with their own prompts, for more steps than are kept at once."""
+    model, prompts, count = engine.model, (PROMPT, PROMPT[:3]), 40
+    reference = Reference(tiny_checkpoint("llama", tokenizer=smollm2_path()))
+    hub = _runner(model).serving.hub
+    before = hub.kept, hub.strayed
+    with model.trace(max_tokens=count, temperature=0, ignore_eos=True) as tracer:
+        with tracer.invoke(prompts[0]):
+            first: Any = []
+            for _ in tracer.iter[:]:
+                first.append([layer.output for layer in model.model.layers])
+            first.save()
+        with tracer.invoke(prompts[1]):
+            second: Any = []
+            for _ in tracer.iter[:]:
+                second.append([layer.output for layer in model.model.layers])
+            second.save()
+    assert hub.kept - before[0] > count // 2 and hub.strayed == before[1]
+    for made, seen, prompt in zip(tracer.invokes, (first, second), prompts, strict=True):
+        expected = reference.run(prompt, count)
+        assert made.result.outputs[0].token_ids == expected.tokens
+        for found, there in zip(seen, expected.steps, strict=True):
+            layers = [there.output(f"model.layers.{layer}") for layer in range(len(model.model.layers))]
+            assert all(same(sum(pair), other) for pair, other in zip(found, layers, strict=True))
+
+
 def test_another_model_beside_it_leaves_the_engine_alone(engine: Engine) -> None:
     """Its module tree is made in this process, where the engine has the process groups that it needs."""
     other = VLLM(str(tiny_checkpoint("llama", tokenizer=smollm2_path())), **TINY_ENGINE)
