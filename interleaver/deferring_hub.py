@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .hub import Hub
-from .values import map_tensors, tensors_of
+from .structure import map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from ..envoy.address import Port

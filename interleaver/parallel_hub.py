@@ -29,7 +29,8 @@ from .hub import Hub
 from .mediator import Mediator
 from .recorder import Recorder
 from .shards import Shards, checksum
-from .values import Change, Held, Passing, copies, tensors_of
+from .structure import tensors_of
+from .values import Change, Held, Passing, copies
 from .waits import BarrierWait, CallWait, StepWait
 from .windows import Share, Window
 

@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..interleaver.hooks import Hooks
+from ..interleaver.structure import map_tensors, tensors_of
 from ..interleaver.supply import Supply
 from ..interleaver.torch_compat import copy_each
-from ..interleaver.values import map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from ..envoy.address import Port

@@ -11,7 +11,8 @@ import torch
 from invivo.envoy.address import OUTPUT, port_at
 from invivo.envoy.errors import UnsupportedError, WriteError
 from invivo.interleaver.fit import describe
-from invivo.interleaver.values import Held, Passing, _cut, copies, copy_of, map_tensors, put_rows, tensors_of
+from invivo.interleaver.structure import map_tensors, tensors_of
+from invivo.interleaver.values import Held, Passing, _cut, copies, copy_of, put_rows
 from invivo.interleaver.windows import Window
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  (what models return)
