@@ -20,7 +20,7 @@ import torch
 from ..envoy.address import Port
 from ..envoy.errors import UnsupportedError, WriteError
 from .fit import check_fit, describe, named
-from .structure import can_change, map_tensors, noted_in, own, tensors_of
+from .structure import Leaves, can_change, map_tensors, noted_in, own, tensors_of
 from .torch_compat import clone_each, inference_mode, inference_on, split_with_sizes_copy, version_of
 from .windows import Window
 
@@ -328,7 +328,38 @@ class Held:
                     return
             elif self._containers is None and [*map(version_of, self._tensors)] == versions:
                 return
-        now, expected = tensors_of(value), self._passing.shapes(self._window)
+        try:
+            self.changed = self._changes()
+        except (WriteError, UnsupportedError):
+            self._begin_again()
+            raise
+
+    def _changes(self) -> list[torch.Tensor | None] | None:
+        """What is in place of the tensors now, if it can be."""
+        value, versions = self.value, self._versions
+        now = tensors_of(value)
+        changed: list[torch.Tensor | None] = [*now]
+        untouched = False
+        if isinstance(versions, list) and len(versions) == len(now):  # else the one tensor is another or was changed
+            for at, (tensor, old, version) in enumerate(zip(now, self._before(), versions, strict=True)):
+                if tensor is old and version_of(tensor) == version:
+                    changed[at] = None
+            untouched = all(tensor is None for tensor in changed)
+        if not untouched:
+            self._check_shapes(now)
+        if self._containers is not None:
+            check_fit(self._containers, value, "what the port holds")
+        if untouched:
+            return None
+        fixed, limit = self._passing.fixed, self._passing.limit
+        if fixed is not None:
+            raise WriteError(fixed)
+        if limit is not None and any(bool(((t < 0) | (t >= limit)).any()) for t in now):
+            raise WriteError(f"`model.samples` takes token ids from 0 to {limit - 1}.")
+        return changed
+
+    def _check_shapes(self, now: Leaves) -> None:
+        expected = self._passing.shapes(self._window)
         if [tensor.shape for tensor in now] != expected:
             before = self._before()
             had = [named(shape, tensor.dtype) for shape, tensor in zip(expected, before, strict=True)]
@@ -336,21 +367,16 @@ class Held:
                 "what a port holds was changed in a way that the model cannot go on with: it had tensors "
                 f"{had} and has {[describe(tensor) for tensor in now]}."
             )
+
+    def _begin_again(self) -> None:
+        """Forget what the model cannot go on with: a block that catches the error goes on as if it were untouched."""
+        self.changed = None
         if self._containers is not None:
-            check_fit(self._containers, value, "what the port holds")
-        changed: list[torch.Tensor | None] = [*now]
-        if isinstance(versions, list):  # else the one tensor is another or has another version
-            for at, (tensor, old, version) in enumerate(zip(now, self._before(), versions, strict=True)):
-                if tensor is old and version_of(tensor) == version:
-                    changed[at] = None
-            if all(tensor is None for tensor in changed):
-                return
-        fixed, limit = self._passing.fixed, self._passing.limit
-        if fixed is not None:
-            raise WriteError(fixed)
-        if limit is not None and any(bool(((t < 0) | (t >= limit)).any()) for t in now):
-            raise WriteError(f"`model.samples` takes token ids from 0 to {limit - 1}.")
-        self.changed = changed
+            self._copy = self._containers
+            self._containers = map_tensors(self._copy, lambda tensor: tensor, own)
+        self.value = self._copy
+        versions = [*map(version_of, self._before())]
+        self._versions = versions[0] if isinstance(self._tensors, torch.Tensor) else versions
 
     def _before(self) -> Sequence[torch.Tensor]:
         """The tensors of the copy."""
