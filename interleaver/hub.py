@@ -24,7 +24,7 @@ from .generator import SEAT, Draws
 from .hooks import Hooks
 from .mediator import Mediator
 from .meetings import Meetings
-from .place import Place, not_reached
+from .place import Place
 from .recorder import Recorder
 from .supply import Supply
 from .values import Change, Held, Passing, copies, copy_of, put_rows
@@ -226,7 +226,7 @@ class Hub(Blocks):
         while self._waiting:
             port, waiting = self._waiting.popitem()
             for mediator in waiting:
-                error = not_reached(port, mediator.step, port in self.tree.places or port.of_step)
+                error = self._place.missed(port, mediator, port in self.tree.places, self._hooks.fires_as(port))
                 self._guarded(partial(self._turn, mediator, partial(mediator.fail, error)))
         if self._recorder is not None or all(mediator.done for mediator in self.mediators.values()):
             self._hooks.clear()
