@@ -98,6 +98,12 @@ class ParallelHub(Hub):
             self._settle()
         return replaced
 
+    def forward_done(self) -> None:
+        """See `Hub`."""
+        super().forward_done()
+        if self._turned:
+            self._settle()
+
     def finish_step(self) -> None:
         """See `Hub`."""
         super().finish_step()

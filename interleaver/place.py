@@ -83,6 +83,10 @@ class Place:
         """The forward is over."""
         self.inside, self.sampling = False, True
 
+    def learn(self, order: Mapping[Port, Sequence[int]]) -> None:
+        """The order is known from now on."""
+        self.learned, self.order = True, order
+
     def end(self) -> None:
         """The step is over."""
         self.inside, self.over = False, True
@@ -117,7 +121,7 @@ class Place:
             f"({'after all modules' if late else f'place {self.number} in execution order'}), and {its_place}. "
             "Read ports in execution order, and keep what you read in a variable."
         )
-        if self.learned or late:
+        if self.learned or late or not self.inside:
             return why
         self.doubts[port, request] = why  # a module may be called again, as long as the order is not known
         return None

@@ -318,17 +318,23 @@ def test_the_next_call_of_a_module_is_reached_in_the_first_step_too(tied: Batch)
 
 
 def test_a_call_that_does_not_come_again_has_the_same_error_in_all_steps(batch: Batch) -> None:
+    """And it comes when the forward is over at the latest, so that a block that catches it has the logits."""
+
     def body(envoy: Any, mediator: Mediator) -> dict[str, object]:
         envoy.second.output
-        return {"first": envoy.first.output}
+        with pytest.raises(PortPassedError) as caught:
+            envoy.first.output
+        return {"message": str(caught.value), "logits": envoy.logits}
 
-    messages = []
-    for request in "ab":
-        block = batch.add(request, body)
-        batch.step(torch.randn(2, 3), {request: Share(Window(0, 2, 2), Window(1, 1, 2), 0)})
-        assert isinstance(block.failure, PortPassedError)
-        messages.append(str(block.failure))
-    assert messages[0] == messages[1]
+    found = []
+    for _ in range(2):
+        block = batch.add("a", body)
+        batch.step(torch.randn(2, 3), split(2))
+        assert block.failure is None and block.scope["logits"] is not None
+        found.append(block.scope["message"])
+        batch.hub.end("a", "result")
+        batch.hub.remove("a")
+    assert found[0] == found[1] and "first.output has passed: the model is at second.output" in str(found[0])
 
 
 def test_the_other_name_of_a_module_is_told(tied: Batch) -> None:
