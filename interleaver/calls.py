@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .values import map_tensors
+from .structure import map_tensors
 
 ModuleCall = Callable[[torch.nn.Module, "tuple[object, ...]", "dict[str, object]"], object]
 

@@ -24,7 +24,7 @@ import torch
 
 from ..envoy.errors import PreemptedError, WriteError
 from .hub import Hub
-from .values import map_tensors, tensors_of
+from .structure import map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from ..envoy.address import Port

@@ -6,7 +6,9 @@ torch decides at the beginning of a call whether a module has hooks at all: a bl
 for that layer's output next, and a hook that comes later is called only if there was one before.
 
 A module that hangs in several places of the tree (a rotary embedding that all layers share) has one address per place.
-Which of them is running is told by which of the modules around them is open, so those are watched on both sides.
+Which of them is running is told by which of the modules around them is open, so those are watched on both sides. Where
+one module has it in several places, only a `Sequential` tells in which order it calls them; its calls are counted, so
+all of them are watched as soon as something in it is. Elsewhere the first place stands for all.
 """
 
 from __future__ import annotations
@@ -42,6 +44,10 @@ class Hooks:
             place: self._caller(place) for places in self._places.values() if len(places) > 1 for place in places
         }
         self._both = {address for pair in self._around.items() for address in pair}
+        self._stands_for: dict[str, str] = {}
+        self._repeated: dict[str, list[str]] = {}
+        self._find_repeated()
+        self._calls: dict[str, dict[int, int]] = {}
         self._made: dict[Port, _Made] = {}
         self._needed: dict[Port, tuple[Port, ...]] = {}
         self._on: dict[Port, _Tables] = {}
@@ -78,6 +84,17 @@ class Hooks:
                 table.pop(self, None)
         self._on.clear()
         self._open.clear()
+        self._calls.clear()
+
+    def fires_as(self, port: Port) -> Port:
+        """The port that fires when the module of this one is called in its place: itself, but for repeated modules."""
+        address = port.address
+        around = address
+        while around:
+            if around in self._stands_for and f"{address}.".startswith(f"{around}."):
+                address = self._stands_for[around] + address.removeprefix(around)
+            around = _parent(around)
+        return port if address == port.address else port_at(address, port.kind)
 
     def _need(self, port: Port) -> tuple[Port, ...]:
         """The ports that must fire for `port` to fire: itself, and what tells torch and `_address` of those around."""
@@ -85,13 +102,22 @@ class Hooks:
         address = port.address
         if address in self._both:
             needed = [port_at(address, INPUT), port_at(address, OUTPUT)]
+        needed += self._counted(address)
         while address:
             address = _parent(address)
             needed.append(port_at(address, OUTPUT))
             if address in self._both:
                 needed.append(port_at(address, INPUT))
+            needed += self._counted(address)
         self._needed[port] = tuple(needed)
         return self._needed[port]
+
+    def _counted(self, address: str) -> list[Port]:
+        """The ports by which the calls of the modules that a `Sequential` has in several places are counted."""
+        found: list[Port] = []
+        for place in self._repeated.get(address, ()):
+            found += [port_at(place, INPUT), port_at(place, OUTPUT), *self._counted(place)]
+        return found
 
     def _put(self, port: Port) -> None:
         tables, hook = self._made.get(port) or self._make(port)
@@ -121,6 +147,8 @@ class Hooks:
             if address is None:
                 return None
             self._open[address] = self._open.get(address, 0) + 1
+            if address in self._repeated:
+                self._calls[address] = {}
             return fire(port_at(address, INPUT), (args, kwargs))
 
         return before
@@ -136,6 +164,8 @@ class Hooks:
             if address is None:
                 return None
             self._open[address] = self._open.get(address, 1) - 1
+            if (calls := self._calls.get(self._around.get(address, address))) is not None:
+                calls[id(module)] = calls.get(id(module), 0) + 1
             return fire(port_at(address, OUTPUT), output)
 
         return after
@@ -144,13 +174,30 @@ class Hooks:
         """Where the module hangs; one that hangs in several places is told by the innermost of their callers that runs.
 
         Several places with one caller (an output head that is the embedding) are one module to it: the first stands
-        for all.
+        for all, unless the caller calls them in their order.
         """
         places = self._places[id(module)]
         if len(places) == 1:
             return places[0]
         running = [place for place in places if self._open.get(self._around[place])]
-        return max(running, key=lambda place: len(self._around[place]), default=None)
+        if not running:
+            return None
+        caller = max((self._around[place] for place in running), key=len)
+        of_caller = [place for place in running if self._around[place] == caller]
+        number = self._calls.get(caller, {}).get(id(module), 0)
+        return of_caller[min(number, len(of_caller) - 1)]
+
+    def _find_repeated(self) -> None:
+        """The modules that one caller has in several places."""
+        for places in self._places.values():
+            by_caller: dict[str, list[str]] = {}
+            for place in places if len(places) > 1 else ():
+                by_caller.setdefault(self._around[place], []).append(place)
+            for caller, (first, *others) in by_caller.items():
+                if others and type(self._modules[caller]).forward is torch.nn.Sequential.forward:
+                    self._repeated.setdefault(caller, []).append(first)
+                else:
+                    self._stands_for |= dict.fromkeys(others, first)
 
     def _caller(self, address: str) -> str:
         """The nearest module around `address` whose hooks run when it is called."""

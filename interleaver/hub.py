@@ -24,15 +24,14 @@ from .generator import SEAT, Draws
 from .hooks import Hooks
 from .mediator import Mediator
 from .meetings import Meetings
-from .place import Place, not_reached
+from .place import Place
 from .recorder import Recorder
 from .supply import Supply
 from .values import Change, Held, Passing, copies, copy_of, put_rows
 from .waits import BarrierWait, EndWait, StepWait
 from .windows import Share, due_rows
 
-_index = attrgetter("index")
-_rows, _last = attrgetter("share.rows"), attrgetter("share.last")
+_index, _rows, _last = attrgetter("index"), attrgetter("share.rows"), attrgetter("share.last")
 
 
 class Hub(Blocks):
@@ -68,7 +67,6 @@ class Hub(Blocks):
         self._recorder: Recorder | None = None
         self._place = Place()
         self.learned: Learned | None = None
-        self._thread = get_ident()
 
     # --- requests
 
@@ -161,6 +159,8 @@ class Hub(Blocks):
     def forward_done(self) -> None:
         """The forward is over: from here on each request has one row, for logits and samples."""
         self._place.forward_done()
+        for port, _ in [*self._place.doubts]:
+            self._miss(port)
         SEAT.leave()
         self._draws.see()
 
@@ -224,10 +224,7 @@ class Hub(Blocks):
         """The step is over: blocks that still wait for one of its ports get an error. Hooks stay for the next step."""
         self._place.end()
         while self._waiting:
-            port, waiting = self._waiting.popitem()
-            for mediator in waiting:
-                error = not_reached(port, mediator.step, port in self.tree.places or port.of_step)
-                self._guarded(partial(self._turn, mediator, partial(mediator.fail, error)))
+            self._miss(next(reversed(self._waiting)))
         if self._recorder is not None or all(mediator.done for mediator in self.mediators.values()):
             self._hooks.clear()
         SEAT.leave()
@@ -235,8 +232,7 @@ class Hub(Blocks):
         if self._recorder is not None:
             self.learned, self._recorder = self._recorder.learned(), None
             self.tree.learn(self.learned)
-            self._place.learned = True
-            self._place.order = self.tree.places
+            self._place.learn(self.tree.places)
 
     def end_over(self, request: str, error: LimitError) -> None:
         """End a block that is over a limit, between two steps."""
@@ -269,15 +265,13 @@ class Hub(Blocks):
                 self._end_with(mediator, request, error)
                 return
             if due is None:
-                self._shares = {key: other for key, other in self._shares.items() if key != request}
-                self._place.requests = self._shares
+                self._shares = self._place.requests = {key: it for key, it in self._shares.items() if key != request}
                 return
             share = due
         self._steps[request] = expected
         if mediator.done:
             return
-        mediator.share = share
-        mediator.apart = False
+        mediator.share, mediator.apart = share, False
         if isinstance(mediator.wait, BarrierWait):
             assert mediator.member is not None, "there are barriers in a group only"
             why = f"its request went on to step {expected} without it, as the engine did not hold it back"
@@ -287,6 +281,12 @@ class Hub(Blocks):
             self._turn(mediator, mediator.go_on)
         elif isinstance(mediator.wait, StepWait) and mediator.wait.step == expected:
             self._turn(mediator, lambda: mediator.at_step(expected))
+
+    def _miss(self, port: Port) -> None:
+        """A port does not come any more for the blocks that wait for it."""
+        for mediator in self._waiting.pop(port, ()):
+            error = self._place.missed(port, mediator, port in self.tree.places, self._hooks.fires_as(port))
+            self._guarded(partial(self._turn, mediator, partial(mediator.fail, error)))
 
     def _end_with(self, mediator: Mediator, request: str, error: Exception) -> None:
         if not mediator.done and mediator.wait is not None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .structure import tensors_of
 from .torch_compat import clone_each, inference_mode
-from .values import tensors_of
 
 if TYPE_CHECKING:
     from ..envoy.address import Port

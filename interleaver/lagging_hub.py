@@ -29,7 +29,7 @@ from .deferring_hub import DeferringHub
 from .kept_steps import Steps
 from .mediator import Mediator
 from .steady_mediator import SteadyMediator
-from .values import map_tensors, tensors_of
+from .structure import map_tensors, tensors_of
 from .waits import EndWait
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from .hub import Hub
 from .mediator import Mediator
 from .recorder import Recorder
 from .shards import Shards, checksum
-from .values import Change, Held, Passing, copies, tensors_of
+from .structure import tensors_of
+from .values import Change, Held, Passing, copies
 from .waits import BarrierWait, CallWait, StepWait
 from .windows import Share, Window
 
@@ -103,6 +104,12 @@ class ParallelHub(Hub):
         if self._waiting.get(port) is not waiting:  # whatever came of it, all ranks agree now
             self._settle()
         return replaced
+
+    def forward_done(self) -> None:
+        """See `Hub`."""
+        super().forward_done()
+        if self._turned:
+            self._settle()
 
     def finish_step(self) -> None:
         """See `Hub`."""

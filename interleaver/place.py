@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..envoy.address import LOGITS, SAMPLES, Port
-from ..envoy.errors import PortNotReachedError
+from ..envoy.errors import PortError, PortNotReachedError, PortPassedError
 
 if TYPE_CHECKING:
+    from .mediator import Mediator
     from .supply import Supply
 
 
@@ -25,10 +26,23 @@ class Place:
         sampling: it is over, and logits and samples come.
         over: the step is over.
         firing: blocks have their turns at the port.
+        doubts: why ports have passed for requests that wait for them, unless they come again.
         supply: what has passed at ports whose blocks have their turns now; None if the forward stands at the port.
     """
 
-    __slots__ = ("firing", "inside", "learned", "number", "order", "over", "port", "requests", "sampling", "supply")
+    __slots__ = (
+        "doubts",
+        "firing",
+        "inside",
+        "learned",
+        "number",
+        "order",
+        "over",
+        "port",
+        "requests",
+        "sampling",
+        "supply",
+    )
 
     def __init__(self) -> None:
         self.requests: Collection[str] = ()
@@ -40,12 +54,14 @@ class Place:
         self.sampling = False
         self.over = True
         self.firing = False
+        self.doubts: dict[tuple[Port, str], str] = {}
         self.supply: Supply | None = None
 
     def begin(self, requests: Collection[str]) -> None:
         """A step of these requests begins."""
         self.requests, self.number, self.port = requests, -1, None
         self.inside, self.sampling, self.over = True, False, False
+        self.doubts.clear()
         self.supply = None
 
     def at(self, port: Port) -> None:
@@ -66,6 +82,10 @@ class Place:
     def forward_done(self) -> None:
         """The forward is over."""
         self.inside, self.sampling = False, True
+
+    def learn(self, order: Mapping[Port, Sequence[int]]) -> None:
+        """The order is known from now on."""
+        self.learned, self.order = True, order
 
     def end(self) -> None:
         """The step is over."""
@@ -96,17 +116,33 @@ class Place:
             return None
         else:
             its_place = f"{port} is at place {places[-1]}"
-        return (
+        why = (
             f"{port} has passed: the model is at {self.port} "
             f"({'after all modules' if late else f'place {self.number} in execution order'}), and {its_place}. "
             "Read ports in execution order, and keep what you read in a variable."
         )
+        if self.learned or late or not self.inside:
+            return why
+        self.doubts[port, request] = why  # a module may be called again, as long as the order is not known
+        return None
 
+    def missed(self, port: Port, mediator: Mediator, known: bool, fires: Port) -> PortError:
+        """The error of a block that waited for a port in vain.
 
-def not_reached(port: Port, step: int, known: bool) -> PortNotReachedError:
-    """The error of a block that waited for a port in vain; `known` if there is such a one in other steps."""
-    why = "" if known else " The engine does not call this module as a module (or not in this mode)."
-    return PortNotReachedError(
-        f"{port} did not come in step {step}: the module was not called.{why} "
-        "Look at the model's tree for modules with output shapes; those were called."
-    )
+        Args:
+            port: the port.
+            mediator: of the block.
+            known: the port comes in other steps.
+            fires: the port under which its module fires.
+        """
+        why = self.doubts.get((port, mediator.request))
+        if why is not None:
+            return PortPassedError(why)
+        other = fires is not port
+        text = f"{port} did not come in step {mediator.step}: the module was not called"
+        text += " by this name." if other else "."
+        if not (known or port.of_step):
+            text += " The engine does not call this module as a module (or not in this mode)"
+            text += f", or as {fires.address}, since it hangs there too: then it fires as {fires}." if other else "."
+        text += " Look at the model's tree for modules with output shapes; those were called."
+        return PortNotReachedError(text)

@@ -33,11 +33,18 @@ class Recorder:
 
 
 def _shape(value: object, rows: int | None) -> str:
+    try:
+        return _shape_in(value, rows)
+    except RecursionError:  # it contains itself
+        return type(value).__name__
+
+
+def _shape_in(value: object, rows: int | None) -> str:
     if isinstance(value, torch.Tensor):
         sizes = [str(size) for size in value.shape]
         if str(rows) in sizes:
             sizes[sizes.index(str(rows))] = "n"
         return f"[{', '.join(sizes)}]"
     if isinstance(value, tuple | list):
-        return f"({', '.join(_shape(item, rows) for item in value)})"
+        return f"({', '.join(_shape_in(item, rows) for item in value)})"
     return type(value).__name__

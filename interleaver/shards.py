@@ -18,7 +18,8 @@ from ..envoy.address import Port
 from ..envoy.errors import InternalError, UnsupportedError
 from .layout import Layout
 from .ranks import Pieces, Ranks
-from .values import Change, map_tensors, row_dim, tensors_of
+from .structure import map_tensors, tensors_of
+from .values import Change, row_dim
 from .windows import Window
 
 

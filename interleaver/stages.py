@@ -23,7 +23,7 @@ from ..envoy.errors import PortPassedError, RanksError
 from ..envoy.tree import Learned, ModuleInfo, ModuleTree
 from ..tracer.failure import Failure, rebuild
 from .shards import checksum
-from .values import map_tensors
+from .structure import map_tensors
 
 CALL = "call"
 """The kind of what stands for a port where a block calls a module."""

@@ -10,8 +10,7 @@ costs no write.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
@@ -21,47 +20,9 @@ import torch
 from ..envoy.address import Port
 from ..envoy.errors import UnsupportedError, WriteError
 from .fit import check_fit, describe, named
+from .structure import Leaves, can_change, map_tensors, noted_in, own, tensors_of
 from .torch_compat import clone_each, inference_mode, inference_on, split_with_sizes_copy, version_of
 from .windows import Window
-
-Leaves = list[torch.Tensor]
-
-
-def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> object:
-    """The same structure with every tensor changed; anything that is no container or tensor is kept as it is."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(item, change) for item in value]
-        make: Callable[..., object] = getattr(value, "_make", tuple)  # of a named tuple
-        return type(value)(items) if hasattr(value, "n_sequence_fields") else make(items)  # torch.return_types
-    if isinstance(value, list):
-        return [map_tensors(item, change) for item in value]
-    if isinstance(value, dict):
-        items_by_key = {key: map_tensors(item, change) for key, item in value.items()}
-        if hasattr(value, "to_tuple"):  # a transformers ModelOutput
-            return type(value)(**items_by_key)
-        same = copy.copy(value)
-        same.update(items_by_key)
-        return same
-    return value
-
-
-def tensors_of(value: object) -> Leaves:
-    """All tensors of a structure, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    found: Leaves = []
-    map_tensors(value, _noted_in(found))
-    return found
-
-
-def _noted_in(found: Leaves) -> Callable[[torch.Tensor], torch.Tensor]:
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor
-
-    return note
 
 
 def row_dim(tensor: torch.Tensor, window: Window, where: Port) -> int:
@@ -141,7 +102,7 @@ def _is_flat(value: object) -> TypeGuard[tuple[torch.Tensor, ...]]:
 
 
 def _copy(value: object, window: Window | None, where: Port) -> object:
-    return map_tensors(value, lambda tensor: _piece(tensor, window, where))
+    return map_tensors(value, lambda tensor: _piece(tensor, window, where), own)
 
 
 def _piece(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Tensor:
@@ -339,8 +300,8 @@ class Held:
         self._containers: object = None
         if versions is None:
             self._tensors = []
-            containers = map_tensors(copy, _noted_in(self._tensors))
-            self._containers = containers if _can_change(containers) else None
+            containers = map_tensors(copy, noted_in(self._tensors), own)
+            self._containers = containers if can_change(containers) else None
             self._versions = [*map(version_of, self._tensors)]
 
     def assign(self, value: object, where: str) -> None:
@@ -367,7 +328,38 @@ class Held:
                     return
             elif self._containers is None and [*map(version_of, self._tensors)] == versions:
                 return
-        now, expected = tensors_of(value), self._passing.shapes(self._window)
+        try:
+            self.changed = self._changes()
+        except (WriteError, UnsupportedError):
+            self._begin_again()
+            raise
+
+    def _changes(self) -> list[torch.Tensor | None] | None:
+        """What is in place of the tensors now, if it can be."""
+        value, versions = self.value, self._versions
+        now = tensors_of(value)
+        changed: list[torch.Tensor | None] = [*now]
+        untouched = False
+        if isinstance(versions, list) and len(versions) == len(now):  # else the one tensor is another or was changed
+            for at, (tensor, old, version) in enumerate(zip(now, self._before(), versions, strict=True)):
+                if tensor is old and version_of(tensor) == version:
+                    changed[at] = None
+            untouched = all(tensor is None for tensor in changed)
+        if not untouched:
+            self._check_shapes(now)
+        if self._containers is not None:
+            check_fit(self._containers, value, "what the port holds")
+        if untouched:
+            return None
+        fixed, limit = self._passing.fixed, self._passing.limit
+        if fixed is not None:
+            raise WriteError(fixed)
+        if limit is not None and any(bool(((t < 0) | (t >= limit)).any()) for t in now):
+            raise WriteError(f"`model.samples` takes token ids from 0 to {limit - 1}.")
+        return changed
+
+    def _check_shapes(self, now: Leaves) -> None:
+        expected = self._passing.shapes(self._window)
         if [tensor.shape for tensor in now] != expected:
             before = self._before()
             had = [named(shape, tensor.dtype) for shape, tensor in zip(expected, before, strict=True)]
@@ -375,28 +367,18 @@ class Held:
                 "what a port holds was changed in a way that the model cannot go on with: it had tensors "
                 f"{had} and has {[describe(tensor) for tensor in now]}."
             )
+
+    def _begin_again(self) -> None:
+        """Forget what the model cannot go on with: a block that catches the error goes on as if it were untouched."""
+        self.changed = None
         if self._containers is not None:
-            check_fit(self._containers, value, "what the port holds")
-        changed: list[torch.Tensor | None] = [*now]
-        if isinstance(versions, list):  # else the one tensor is another or has another version
-            for at, (tensor, old, version) in enumerate(zip(now, self._before(), versions, strict=True)):
-                if tensor is old and version_of(tensor) == version:
-                    changed[at] = None
-            if all(tensor is None for tensor in changed):
-                return
-        fixed, limit = self._passing.fixed, self._passing.limit
-        if fixed is not None:
-            raise WriteError(fixed)
-        if limit is not None and any(bool(((t < 0) | (t >= limit)).any()) for t in now):
-            raise WriteError(f"`model.samples` takes token ids from 0 to {limit - 1}.")
-        self.changed = changed
+            self._copy = self._containers
+            self._containers = map_tensors(self._copy, lambda tensor: tensor, own)
+        self.value = self._copy
+        versions = [*map(version_of, self._before())]
+        self._versions = versions[0] if isinstance(self._tensors, torch.Tensor) else versions
 
     def _before(self) -> Sequence[torch.Tensor]:
         """The tensors of the copy."""
         tensors = self._tensors
         return [tensors] if isinstance(tensors, torch.Tensor) else tensors
-
-
-def _can_change(value: object) -> bool:
-    """Whether a structure has lists or dicts in it."""
-    return isinstance(value, list | dict) or (isinstance(value, tuple) and any(map(_can_change, value)))

@@ -33,9 +33,9 @@ import torch
 
 from ..interleaver.hooks import Hooks
 from ..interleaver.lagging_hub import LaggingHub
+from ..interleaver.structure import map_tensors, tensors_of
 from ..interleaver.supply import Supply
 from ..interleaver.torch_compat import copy_each
-from ..interleaver.values import map_tensors, tensors_of
 
 if TYPE_CHECKING:
     from ..envoy.address import Port

@@ -18,7 +18,7 @@ import torch
 from ...envoy import active
 from ...envoy.address import SAMPLES, port_at
 from ...envoy.errors import MisuseError
-from ..values import tensors_of
+from ..structure import tensors_of
 from . import layout
 from .plan import Plan
 from .ports import Choice

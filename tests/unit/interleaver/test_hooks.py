@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from invivo.envoy.address import INPUT, OUTPUT, Port, port_at
@@ -134,3 +135,46 @@ def test_a_replacement_is_what_the_model_goes_on_with() -> None:
     hooks = Hooks(model, lambda port, value: torch.zeros(1, 2) if port == port_at("layers.2", OUTPUT) else None)
     hooks.watch(port_at("layers.2", OUTPUT))
     assert torch.equal(model(torch.ones(1, 2)), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("asked", ["1", "2", "3"])
+def test_a_sequential_calls_a_module_in_the_order_of_its_places(asked: str) -> None:
+    """Whichever is asked for first, also from inside: the calls before are counted."""
+    act = torch.nn.Sequential(torch.nn.Tanh())
+    model, fired = torch.nn.Sequential(torch.nn.Linear(2, 2), act, torch.nn.Linear(2, 2), act), []
+    hooks: Any = None
+
+    def fire(port: Port, value: object) -> None:
+        fired.append(port)
+        if port is port_at(asked, OUTPUT):
+            hooks.watch(port_at("3.0", OUTPUT))
+
+    hooks = Hooks(model, fire)
+    hooks.watch(port_at(asked, OUTPUT))
+    for _ in range(2):
+        fired.clear()
+        model(torch.ones(1, 2))
+        places = [port.address for port in fired if port.kind == OUTPUT and port.address in ("1", "3")]
+        assert places == ["1", "3"]
+    assert port_at("3.0", OUTPUT) in fired
+    hooks.clear()
+    assert clean(model)
+
+
+def test_a_module_that_another_has_under_two_names_fires_as_the_first() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = self.b = torch.nn.Sequential(torch.nn.Linear(2, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x))  # type: ignore[no-any-return]
+
+    model, fired = Twice(), []  # type: ignore[var-annotated]
+    hooks = Hooks(model, lambda port, value: fired.append(port))
+    hooks.watch(port_at("b.0", OUTPUT))
+    model(torch.ones(1, 2))
+    assert fired.count(port_at("a.0", OUTPUT)) == 2 and port_at("b.0", OUTPUT) not in fired
+    assert hooks.fires_as(port_at("b.0", OUTPUT)) is port_at("a.0", OUTPUT)
+    assert hooks.fires_as(port_at("a.0", OUTPUT)) is port_at("a.0", OUTPUT)
+    assert hooks.fires_as(port_at("b", INPUT)) is port_at("a", INPUT)

@@ -281,3 +281,80 @@ def test_the_order_of_a_compiled_model_is_learned_where_a_block_waits_for_a_modu
     batch.envoy = RootEnvoy(batch.hub.tree, "")
     batch.step(torch.randn(2, 3), {"b": Share(Window(0, 2, 2), Window(0, 1, 1), 0)})
     assert port_at("first", OUTPUT) in batch.hub.tree.places
+
+
+class Tied(torch.nn.Module):
+    """One layer, called twice, with another between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.between = torch.nn.Identity()
+        self.again = self.layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.between(self.layer(x)))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def tied(monkeypatch: pytest.MonkeyPatch) -> Batch:
+    monkeypatch.setitem(globals(), "Toy", Tied)
+    return Batch()
+
+
+def test_the_next_call_of_a_module_is_reached_in_the_first_step_too(tied: Batch) -> None:
+    def body(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        between = envoy.between.output
+        return {"between": between, "second": envoy.layer.output}
+
+    blocks = [tied.add(request, body) for request in "ab"]
+    rows = torch.randn(2, 3)
+    for block in blocks:
+        tied.step(rows, {block.request: Share(Window(0, 2, 2), Window(1, 1, 2), 0)})
+        assert block.failure is None
+        first = tied.model.layer(rows)
+        assert torch.equal(block.scope["between"], first)  # type: ignore[arg-type]
+        assert torch.equal(block.scope["second"], tied.model.layer(first))  # type: ignore[arg-type]
+
+
+def test_a_call_that_does_not_come_again_has_the_same_error_in_all_steps(batch: Batch) -> None:
+    """And it comes when the forward is over at the latest, so that a block that catches it has the logits."""
+
+    def body(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        envoy.second.output
+        with pytest.raises(PortPassedError) as caught:
+            envoy.first.output
+        return {"message": str(caught.value), "logits": envoy.logits}
+
+    found = []
+    for _ in range(2):
+        block = batch.add("a", body)
+        batch.step(torch.randn(2, 3), split(2))
+        assert block.failure is None and block.scope["logits"] is not None
+        found.append(block.scope["message"])
+        batch.hub.end("a", "result")
+        batch.hub.remove("a")
+    assert found[0] == found[1] and "first.output has passed: the model is at second.output" in str(found[0])
+
+
+def test_the_other_name_of_a_module_is_told(tied: Batch) -> None:
+    block = tied.add("a", lambda envoy, mediator: {"out": envoy.again.output})
+    tied.step(torch.randn(2, 3), {"a": Share(Window(0, 2, 2), Window(1, 1, 2), 0)})
+    assert isinstance(block.failure, PortNotReachedError)
+    assert "not called by this name" in str(block.failure) and "it fires as layer.output" in str(block.failure)
+
+
+def test_a_block_goes_on_when_it_has_caught_the_error_of_an_edit(batch: Batch) -> None:
+    def body(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        envoy.first.output.resize_(7)
+        with pytest.raises(WriteError):
+            envoy.second.output
+        return {"out": envoy.second.output, "logits": envoy.logits}
+
+    block = batch.add("a", body)
+    rows = torch.randn(2, 3)
+    plain = batch.model(rows)
+    out, _ = batch.step(rows, split(2))
+    assert block.failure is None and not block.edited
+    assert torch.equal(block.scope["out"], plain)  # type: ignore[arg-type]
+    assert torch.equal(out, plain)

@@ -11,7 +11,8 @@ import torch
 from invivo.envoy.address import OUTPUT, port_at
 from invivo.envoy.errors import UnsupportedError, WriteError
 from invivo.interleaver.fit import describe
-from invivo.interleaver.values import Held, Passing, _cut, copies, copy_of, map_tensors, put_rows, tensors_of
+from invivo.interleaver.structure import map_tensors, tensors_of
+from invivo.interleaver.values import Held, Passing, _cut, copies, copy_of, put_rows
 from invivo.interleaver.windows import Window
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  (what models return)
@@ -189,6 +190,40 @@ def test_containers_changed_in_place_are_checked() -> None:
     cast("list[torch.Tensor]", held.value).pop()
     with pytest.raises(WriteError, match="what a port holds was changed"):
         held.settle()
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple", "list", "assigned", "list that was cut"])
+def test_a_block_that_catches_the_error_goes_on_without_the_edit(form: str) -> None:
+    value: object = {"tensor": numbers(2), "assigned": numbers(2), "tuple": (numbers(2), numbers(3))}.get(
+        form, [numbers(2), numbers(3)]
+    )
+    held = hold(value)
+    if form == "assigned":
+        held.assign(torch.zeros(2), "x")
+    if form == "list that was cut":
+        cast("list[torch.Tensor]", held.value).pop()
+    else:
+        tensors_of(held.value)[0].resize_(7)
+    with pytest.raises(WriteError, match="what a port holds was changed"):
+        held.settle()
+    held.settle()
+    assert held.changed is None
+    if form != "list that was cut":
+        return
+    assert len(cast("list[torch.Tensor]", held.value)) == 2, "it is there again"
+    cast("list[torch.Tensor]", held.value)[1][:] = 5
+    assert changes_of(held) is not None, "an edit that comes later counts"
+
+
+def test_a_token_can_be_chosen_after_one_that_was_refused() -> None:
+    held = hold(torch.tensor([3]), limit=10)
+    token = cast("torch.Tensor", held.value)
+    token[0] = 10
+    with pytest.raises(WriteError, match="token ids from 0 to 9"):
+        held.settle()
+    assert changes_of(held) is None
+    token[0] = 4
+    assert changes_of(held) == [token]
 
 
 def test_token_ids_have_a_limit() -> None:
