@@ -61,9 +61,10 @@ def same_body(lines: tuple[str, ...], tree: ast.With, item: int, code: CodeType,
 @functools.lru_cache(maxsize=8)
 def _compile(lines: tuple[str, ...], filename: str, future: int) -> CodeType | None:
     try:
-        return compile("".join(lines), filename, "exec", future, dont_inherit=True)
+        code: CodeType = compile("".join(lines), filename, "exec", future, dont_inherit=True)
     except (SyntaxError, ValueError):  # it parses, but has a `break` without a loop
         return None
+    return code
 
 
 def _span(node: ast.stmt) -> tuple[_Place, _Place]:
