@@ -21,7 +21,7 @@ from .mediator import Mediator
 def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     """The reply of a block that has ended; a value that cannot be sent becomes its failure."""
     mediator = launched.mediator
-    mediator.check_saves()
+    _check_saves(mediator)
     values = named_saves(mediator)
     failure = failure_of(launched)
     try:
@@ -29,12 +29,21 @@ def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     except SaveError as error:
         saves = pack({name: value for name, value in values.items() if _can_be_sent(value)})
         failure = failure or _unsendable(launched, values, error)
-    if mediator.stopped:
+    if mediator.stopped and mediator.failure is None:
         mediator.warnings.extend(_unreached(launched.block, mediator))
     shared, failure = _shared(launched, failure)
     reply = Reply(saves, failure, _printed(launched), tuple(mediator.warnings), learned, shared)
     mediator.forget()
     return reply
+
+
+def _check_saves(mediator: Mediator) -> None:
+    """Whether what comes home is within the limit; else that is the block's failure, and what fits is kept."""
+    values = saved_by_name(mediator.scope, mediator.saved)
+    error = mediator.over_limit(values)
+    if error is not None:
+        mediator.failure = mediator.failure or error
+        mediator.scope = mediator.within_limit(values)
 
 
 def _shared(launched: Launched, failure: Failure | None) -> tuple[Packed | None, Failure | None]:
