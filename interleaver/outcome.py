@@ -17,6 +17,11 @@ from ..tracer.tracebacks import FrameLine
 from .launch import Launched
 from .mediator import Mediator
 
+_HOW_TO_SAVE = (
+    "`x.save()` is for the body of the `with` and takes no name: what is saved comes home under the name of the "
+    "variable that holds it. In helper functions, write `invivo.save(x)`."
+)
+
 
 def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     """The reply of a block that has ended; a value that cannot be sent becomes its failure."""
@@ -81,6 +86,8 @@ def failure_of(launched: Launched) -> Failure | None:
     block, mediator = launched.block, launched.mediator
     if mediator.failure is None:
         return None
+    if isinstance(mediator.failure, AttributeError) and mediator.failure.name == "save":
+        mediator.failure.add_note(_HOW_TO_SAVE)
     port = str(mediator.failed_at) if mediator.failed_at is not None else None
     failure = describe(mediator.failure, port=port, step=mediator.step)
     if any(frame.filename == block.filename for frame in failure.frames) or isinstance(mediator.failure, InternalError):
