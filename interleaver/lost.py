@@ -2,13 +2,16 @@
 
 A block works on copies of what it captured. Appending to a list of the caller, setting an attribute of an object, or
 calling a function that changes a variable around it, without saving it, is nearly always a mistake; a `Snapshot`
-notices.
+notices. What changes by itself is left alone: loggers, which are no copies and note what they are asked for, and
+properties that keep what they have computed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
+from functools import cached_property
+from logging import Logger
 from types import CellType, FunctionType, ModuleType
 
 import torch
@@ -65,7 +68,7 @@ def _message(name: str, value: object) -> str:
 def _mutable(value: object) -> bool:
     if isinstance(value, FunctionType):
         return bool(value.__closure__)
-    if isinstance(value, type | ModuleType | Envoy | TracerHandle):
+    if isinstance(value, type | ModuleType | Envoy | TracerHandle | Logger):
         return False
     return isinstance(value, list | dict | set | deque | bytearray | torch.Tensor) or hasattr(value, "__dict__")
 
@@ -78,8 +81,13 @@ def _parts(value: object) -> list[object] | None:
     if isinstance(value, dict):
         return [item for pair in value.items() for item in pair]
     if _mutable(value) and not isinstance(value, torch.Tensor | torch.nn.Module | bytearray):
-        return [item for pair in vars(value).items() for item in pair]
+        return [item for pair in vars(value).items() if not _computed(type(value), pair[0]) for item in pair]
     return None
+
+
+def _computed(kind: type, name: str) -> bool:
+    """Whether an attribute is what a property has computed and kept."""
+    return any(isinstance(base.__dict__.get(name), cached_property) for base in kind.__mro__)
 
 
 def _content(cell: CellType) -> tuple[object, ...]:

@@ -40,12 +40,8 @@ from .streamed import Streamed
 from .supply import Supply
 from .values import Held
 from .views import Part, view, with_part
-from .waits import WAITS, BarrierWait, CallWait, EndWait, StepWait, Wait
+from .waits import WAITS, BarrierWait, CallWait, EndWait, StepWait, StopBlock, Wait
 from .windows import Share
-
-
-class StopBlock(BaseException):
-    """Unwinds a block that called `tracer.stop()`."""
 
 
 class Mediator(active.Session):
@@ -201,14 +197,6 @@ class Mediator(active.Session):
         self.wait = None
         self._give()
 
-    def check_saves(self) -> None:
-        """Whether what comes home is within the limit; else that is the block's failure, and what fits is kept."""
-        values = saved_by_name(self.scope, self.saved)
-        error = self.over_limit(values)
-        if error is not None:
-            self.failure = self.failure or error
-            self.scope = self.within_limit(values)
-
     def over_limit(self, values: Mapping[str, object]) -> SaveLimitError | None:
         """Why values are too many to come home; None if they are not."""
         limit = self._guard.limits.saves if self._guard is not None else None
@@ -272,9 +260,10 @@ class Mediator(active.Session):
         active.enter(self)
         try:
             self.scope = self._body(self)
-            self._leave_last()
+            if not self.stopped:
+                self._leave_last()
         except StopBlock:
-            self.stopped = True
+            pass
         except greenlet.GreenletExit:
             raise
         except OverLimit as over:
@@ -299,12 +288,13 @@ class Mediator(active.Session):
         self.held.assign(with_part(self.held.value, part, value), str(port))
 
     def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        self._over()
         assert self.caller is not None, "the hub sets it"
         self._turns.sit()  # the module may draw
         return self.caller(address, args, kwargs)
 
     def advance(self, step: int) -> bool:
-        if self._ended:
+        if self._over():
             return False
         if step == self.step:
             return True
@@ -313,17 +303,24 @@ class Mediator(active.Session):
         return bool(self.hand_over(StepWait(step)))
 
     def result(self) -> object:
-        return self._result if self._ended else self.hand_over(EndWait())
+        return self._result if self._over() else self.hand_over(EndWait())
 
     def stop(self) -> None:
-        if self._ended:
+        if self._over():
             raise StepError("`tracer.stop()` came after the request had ended.")
         self._leave_last()
-        self.stopped_at = self.line()
+        self.stopped_at, self.port, self.held = self.line(), None, None
+        self.stopped = self._ended = True
         raise StopBlock
 
+    def _over(self) -> bool:
+        """Whether the request has ended; stops once more a block that has caught the end and goes on."""
+        if self.stopped:
+            raise StopBlock
+        return self._ended
+
     def meet(self, barrier: str, count: int) -> None:
-        if self._ended:
+        if self._over():
             raise InvokeError("the block came to a barrier when its request had ended: no other block can meet it.")
         if count > 1:
             self.hand_over(BarrierWait(barrier, count))
@@ -343,7 +340,7 @@ class Mediator(active.Session):
 
     def _go(self, port: Port) -> None:
         """Be at `port`, which is not the current one, by waiting for it."""
-        if self._ended:
+        if self._ended and self._over():
             raise StepError(
                 f"{port} was asked for after the request had ended (in step {self.step}). Read ports before the end, "
                 "inside the loop over `tracer.iter`."

@@ -17,11 +17,16 @@ from ..tracer.tracebacks import FrameLine
 from .launch import Launched
 from .mediator import Mediator
 
+_HOW_TO_SAVE = (
+    "`x.save()` is for the body of the `with` and takes no name: what is saved comes home under the name of the "
+    "variable that holds it. In helper functions, write `invivo.save(x)`."
+)
+
 
 def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     """The reply of a block that has ended; a value that cannot be sent becomes its failure."""
     mediator = launched.mediator
-    mediator.check_saves()
+    _check_saves(mediator)
     values = named_saves(mediator)
     failure = failure_of(launched)
     try:
@@ -29,12 +34,21 @@ def reply_of(launched: Launched, learned: Learned | None) -> Reply:
     except SaveError as error:
         saves = pack({name: value for name, value in values.items() if _can_be_sent(value)})
         failure = failure or _unsendable(launched, values, error)
-    if mediator.stopped:
+    if mediator.stopped and mediator.failure is None:
         mediator.warnings.extend(_unreached(launched.block, mediator))
     shared, failure = _shared(launched, failure)
     reply = Reply(saves, failure, _printed(launched), tuple(mediator.warnings), learned, shared)
     mediator.forget()
     return reply
+
+
+def _check_saves(mediator: Mediator) -> None:
+    """Whether what comes home is within the limit; else that is the block's failure, and what fits is kept."""
+    values = saved_by_name(mediator.scope, mediator.saved)
+    error = mediator.over_limit(values)
+    if error is not None:
+        mediator.failure = mediator.failure or error
+        mediator.scope = mediator.within_limit(values)
 
 
 def _shared(launched: Launched, failure: Failure | None) -> tuple[Packed | None, Failure | None]:
@@ -72,6 +86,8 @@ def failure_of(launched: Launched) -> Failure | None:
     block, mediator = launched.block, launched.mediator
     if mediator.failure is None:
         return None
+    if isinstance(mediator.failure, AttributeError) and mediator.failure.name == "save":
+        mediator.failure.add_note(_HOW_TO_SAVE)
     port = str(mediator.failed_at) if mediator.failed_at is not None else None
     failure = describe(mediator.failure, port=port, step=mediator.step)
     if any(frame.filename == block.filename for frame in failure.frames) or isinstance(mediator.failure, InternalError):

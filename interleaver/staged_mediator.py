@@ -38,6 +38,7 @@ class StagedMediator(Mediator):
 
     def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """See `Mediator`; where another stage has the module, its result comes from there."""
+        self._over()
         port = port_at(address, CALL)
         if (entry := self.script.next(port)) is not None:
             return entry.value

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from .values import Held
 
 
+class StopBlock(BaseException):
+    """Unwinds a block that called `tracer.stop()`."""
+
+
 class StepWait:
     """Waiting for a step to begin."""
 

@@ -2,7 +2,8 @@
 
 `locate` starts from the instruction that the caller's frame is at, which carries its position in the source; the
 innermost `with` whose item covers that position is the one that is being entered. This tells apart two traces on one
-line, and notices when the file on disk is not the code that runs. What is found is cached per instruction.
+line, and notices when the file on disk is not the code that runs (see also `edited`). What is found is cached per
+instruction.
 
 `read` then takes the values of `Site.needs` from the frame, each time anew.
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..envoy.errors import CaptureError
 from .block import Block
+from .edited import edited_since_start, same_body
 from .frames import release
 from .instructions import Entry, enter_of
 from .names import Flow, mangle
@@ -168,11 +170,15 @@ def _find(frame: FrameType, kind: Kind) -> Site:
         found = _match(module, entry, code)
         if found is not None:
             tree, item, around = found
+            loader = frame.f_globals.get("__loader__")
+            if edited_since_start(code.co_filename) and not same_body(module.lines, tree, item, code, loader):
+                continue
             return _site(frame, entry, module.lines, tree, item, around, kind)
     raise CaptureError(
-        f"{where}: the source in {code.co_filename} is not the code that runs: no `with` of it fits the "
-        "instruction that entered the trace.\n"
-        "The file was probably edited after it was imported. Import it again (restart the process or kernel)."
+        f"{where}: the source in {code.co_filename} is not the code that runs: no `with` of it has the body that was "
+        "entered.\n"
+        "The file was probably edited after it was imported. Import it again (restart the process or kernel, or use "
+        "`importlib.reload`)."
     )
 
 

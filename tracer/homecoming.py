@@ -11,7 +11,7 @@ from .streaming import Ended
 from .trace import take_in, warn_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from ..envoy.envoy import RootEnvoy
     from .backend import Reply
@@ -69,8 +69,8 @@ class Homecoming:
         if not self._failures:
             bound = [invoke.saves for invoke in self._invokes if invoke.local]
             name({name: value for one in (*bound, self._around) for name, value in one.items()})
-        self._warn()
-        return Ended(saves, self._around, self._error())
+        warned = self._warn()
+        return Ended(saves, self._around, self._error() or warned)
 
     def _error(self) -> BaseException | None:
         """The exception of the first invoke that failed, with a note that says which."""
@@ -82,20 +82,25 @@ class Homecoming:
         error.add_note(f"in invoke {failed[0]} of 0 to {len(self._invokes) - 1}{others}")
         return error
 
-    def _warn(self) -> None:
+    def _warn(self) -> Exception | None:
+        """Show all warnings; gives the first that the caller's filters have made an error."""
+        warned = []
         for invoke in self._invokes:
             assert invoke.site is not None
-            warn_of(self._warnings[invoke.index], invoke.site.block)
-        if self._failures:
-            return
-        warn_of(self._lost, self._block)
+            warned.append(warn_of(self._warnings[invoke.index], invoke.site.block))
+        if not self._failures:
+            warned.append(warn_of([*self._lost, *self._doubled()], self._block))
+        return next((error for error in warned if error is not None), None)
+
+    def _doubled(self) -> Iterator[tuple[str, int]]:
+        """Message and line of a warning for each name that several invokes saved."""
         for name, indices in self._collisions().items():
             message = (
                 f"`{name}` was saved by invokes {', '.join(map(str, indices[:-1]))} and {indices[-1]}: the name holds "
                 "what the last one saved. Make a list in front of the invokes (`values = list().save()`) and append "
                 "to it in each, or name them (`with tracer.invoke(...) as first:`) and read `first.saves`."
             )
-            warn_of([(message, self._block.lineno)], self._block)
+            yield message, self._block.lineno
 
     def _collisions(self) -> dict[str, list[int]]:
         """Names that several invokes saved by themselves, with the numbers of these.

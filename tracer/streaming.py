@@ -40,7 +40,7 @@ class Delivery(Protocol):
         ...
 
     def ended(self) -> Ended:
-        """All blocks have; nothing is raised but warnings that the caller made errors."""
+        """All blocks have; nothing is raised. A warning that the caller made an error is that of the trace."""
         ...
 
 

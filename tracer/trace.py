@@ -120,8 +120,8 @@ class _Homecoming:
         """As in `Delivery`; `name` is given the saves of a block that has ended well."""
         if self._failure is None:
             name(self._saves)
-        warn_of(self._warnings, self._block)
-        return Ended(self._saves, {}, rebuild(self._failure) if self._failure is not None else None)
+        warned = warn_of(self._warnings, self._block)
+        return Ended(self._saves, {}, rebuild(self._failure) if self._failure is not None else warned)
 
 
 def take_in(model: RootEnvoy, reply: Reply) -> None:
@@ -132,10 +132,20 @@ def take_in(model: RootEnvoy, reply: Reply) -> None:
         model.learn(reply.learned)
 
 
-def warn_of(messages: Iterable[tuple[str, int]], block: Block) -> None:
-    """Show the warnings of a block, each a message and a line (0: none)."""
+def warn_of(messages: Iterable[tuple[str, int]], block: Block) -> Exception | None:
+    """Show the warnings of a block, each a message and a line (0: none).
+
+    Returns:
+        The first that the caller's filters have made an error. It is raised when all that came home is in place.
+    """
+    first = None
     for message, line in messages:
-        warnings.warn_explicit(message, InvivoWarning, block.filename, line or block.lineno)
+        try:
+            warnings.warn_explicit(message, InvivoWarning, block.filename, line or block.lineno)
+        except Exception as error:
+            error.__context__ = None  # what has skipped the body
+            first = first or error.with_traceback(None)
+    return first
 
 
 def leave_out(skip: BaseException | None, raised: BaseException) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..envoy import active
-from ..envoy.errors import MisuseError, OutsideBlockError
+from ..envoy.address import suggestion
+from ..envoy.errors import MisuseError, OutsideBlockError, UnknownNameError
 from .block import TracerHandle
 from .iteration import Steps
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from .streaming import Outputs
 
 _UNSET = object()
+_NOT_THEIRS = frozenset({"described", "follow", "finish", "spent", "open", "close", "sent", "taken_from"})
+"""Public names of tracers that are there for invivo itself."""
 
 
 class Tracer(TracerHandle):
@@ -27,6 +30,18 @@ class Tracer(TracerHandle):
         self._saves: dict[str, object] | None = None
         self._result: object = _UNSET
         self._outputs: Outputs | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Called for names that are not there, and where a property has raised an `AttributeError`."""
+            if name.startswith("_") or hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # raises
+            known = [own for own in dir(type(self)) if not own.startswith("_") and own not in _NOT_THEIRS]
+            hint = suggestion(name, known)
+            if name in ("next", "step", "steps"):
+                hint = " For the next step, loop: `for step in tracer.iter[:]:`."
+            raise UnknownNameError(f"the tracer has no `{name}`.{hint}")
 
     @property
     def iter(self) -> Steps:

@@ -83,3 +83,22 @@ def test_what_invokes_add_to_shared_objects_is_within_the_limit_too() -> None:
                 with tracer.invoke(torch.ones(1)):
                     rows.append(torch.ones(1000))
     model.check_integrity()
+
+
+def test_what_a_captured_tensor_leaves_behind() -> None:
+    """As docs/tracing.md says."""
+    model = Local(torch.nn.Identity())
+    probe, w, base = torch.nn.Linear(4, 1), torch.ones(4, requires_grad=True), torch.zeros(4)
+    views = [base[:2]]
+    with model.trace(torch.ones(2, 4)):
+        kinds = (type(probe.weight) is torch.Tensor, probe.weight.requires_grad, w.requires_grad).save()
+        with torch.inference_mode(False), torch.enable_grad():
+            w.requires_grad_()
+            (2 * w).sum().backward()
+            slope = w.grad.clone().save()  # type: ignore[union-attr]
+        views[0].add_(1)
+        views.save()
+        left = base.clone().save()
+    assert kinds == (True, False, False)
+    assert slope.tolist() == [2.0] * 4
+    assert views[0].tolist() == [1, 1] and left.tolist() == [0] * 4
