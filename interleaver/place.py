@@ -105,6 +105,11 @@ class Place:
 
 def not_reached(port: Port, step: int, known: bool) -> PortNotReachedError:
     """The error of a block that waited for a port in vain; `known` if there is such a one in other steps."""
+    if port.of_step:
+        return PortNotReachedError(
+            f"{port} did not come in step {step}: no token was generated in it. There are logits and samples where a "
+            "model goes on from a prompt, not where a module is only called."
+        )
     why = "" if known else " The engine does not call this module as a module (or not in this mode)."
     return PortNotReachedError(
         f"{port} did not come in step {step}: the module was not called.{why} "
