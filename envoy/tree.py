@@ -66,6 +66,10 @@ class ModuleTree:
         """The tree of a torch module; a module that hangs in several places has several addresses."""
         return cls({address: _info(child) for address, child in module.named_modules(remove_duplicate=False)})
 
+    def renew(self, modules: Mapping[str, ModuleInfo]) -> None:
+        """Have other modules; what was learned is forgotten."""
+        vars(self).update(vars(ModuleTree(modules)))
+
     def learn(self, learned: Learned) -> None:
         """Take over the order and shapes of a recorded forward."""
         if learned == self._learned:
@@ -78,13 +82,24 @@ class ModuleTree:
             places.setdefault(port, []).append(place)
         self.places = {port: tuple(found) for port, found in places.items()}
 
+    def at(self, address: str) -> ModuleInfo:
+        """What is at an address.
+
+        Raises:
+            UnknownNameError: nothing is, any more.
+        """
+        info = self.modules.get(address)
+        if info is None:
+            raise UnknownNameError(f"the model has no module `{address}` any more: it was replaced, or taken out.")
+        return info
+
     def child(self, address: str, name: str) -> str:
         """Address of a child.
 
         Raises:
             UnknownNameError: there is none; the message has the nearest names.
         """
-        info = self.modules[address]
+        info = self.at(address)
         if name in info.children:
             return join(address, name)
         raise UnknownNameError(
@@ -96,7 +111,7 @@ class ModuleTree:
         """The names of the children that numbers mean, from 0 on: all of a sequence, else those named 0 to n - 1."""
         found = self._numbered.get(address)
         if found is None:
-            info = self.modules[address]
+            info = self.at(address)
             found = info.children
             if not info.sequence:
                 digits = {name for name in info.children if name.isdigit()}
@@ -112,7 +127,7 @@ class ModuleTree:
             UnknownNameError: numbers mean none of its children.
         """
         numbered = self.numbered(address)
-        if not numbered and self.modules[address].children:
+        if not numbered and self.at(address).children:
             raise UnknownNameError(self._not_numbered(address))
         return numbered
 
@@ -133,7 +148,7 @@ class ModuleTree:
         return join(address, numbered[index])
 
     def _not_numbered(self, address: str) -> str:
-        info = self.modules[address]
+        info = self.at(address)
         names = ", ".join(f'["{name}"]' for name in info.children[:12])
         instead = f" Use the names of those inside: {names}." if names else ""
         return f"{shown(address)} ({info.class_name}) has no numbered modules, from 0 on.{instead}"

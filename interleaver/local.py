@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..envoy import active
 from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
-from ..envoy.errors import InternalError, MisuseError
+from ..envoy.errors import InternalError, InvivoError, MisuseError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
 from ..tracer.outer import OuterTrace
@@ -34,7 +35,7 @@ from .generation import (
 )
 from .group import Groups
 from .hub import Hub
-from .launch import Launched, launch
+from .launch import Launched, launch, line_in
 from .limits import limits
 from .outcome import reply_of
 from .windows import Share
@@ -73,7 +74,8 @@ class Local(RootEnvoy):
     """A module in this process, traced like a model in an engine.
 
     Args:
-        module: any module; with a transformers causal language model, prompts are generated from.
+        module: any module; with a transformers causal language model, prompts are generated from. Modules in it may be
+            replaced between traces.
         tokenizer: its tokenizer, for prompts that are text or chat messages.
         time_limit: seconds that a block may take between two ports; None for as long as it likes.
         memory_limit: bytes that it may add to the process between two ports, or below 1 a share of what is available.
@@ -96,6 +98,7 @@ class Local(RootEnvoy):
         self._hub = Hub(module)
         super().__init__(self._hub.tree, "")
         self._module = module
+        self._modules = dict(module.named_modules(remove_duplicate=False))
         self._tokenizer = tokenizer
 
     def trace(self, *args: object, **kwargs: Any) -> Trace | OuterTrace:
@@ -111,11 +114,26 @@ class Local(RootEnvoy):
             PromptError: a prompt that the model cannot take, or has no room to go on from.
             UnsupportedError: a prompt for a model that does not generate from one alone.
         """
+        self._see_modules()
         backend = _LocalBackend(self, vocabulary(self._module))
         if not args and (not kwargs or (generates(self._module) and set(kwargs) <= set(SAMPLING))):
             sampling_of(kwargs)
             return OuterTrace(self, backend, self._request, kwargs)
         return Trace(self, backend, *self._request(args, kwargs))
+
+    def _see_modules(self) -> None:
+        """Take in modules that were put in, replaced or taken out (by PEFT, say) since the last trace."""
+        modules = dict(self._module.named_modules(remove_duplicate=False))
+        if modules == self._modules:
+            return
+        with _ONE_AT_A_TIME:
+            if self._hub.mediators:
+                return  # a trace in the middle of another one, which is refused when it runs
+            hub = Hub(self._module)
+            self._tree.renew(hub.tree.modules)
+            hub.tree = self._tree  # all Envoys have it
+            self._hub, self._modules = hub, modules
+            self._known.clear()
 
     def _request(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[object, int]:
         """What the backend runs for these arguments, and the seed of its block."""
@@ -140,6 +158,7 @@ class _Run:
         self.fresh = False
         self.after = [index for _, index in payload.group.takes] if payload.group is not None else []
         self.steps: Iterator[LocalOutput | None] = iter(())
+        self.tokens: list[int] = []
         self.outcome: tuple[Reply, object] | None = None
 
 
@@ -148,8 +167,11 @@ class _LocalBackend:
 
     def __init__(self, model: Local, vocabulary: int | None) -> None:
         self._model = model
-        self._hub = model._hub
         self._vocabulary = vocabulary
+
+    @property
+    def _hub(self) -> Hub:
+        return self._model._hub
 
     def run(self, payload: Payload, request: object) -> tuple[Reply, object]:
         """See `tracer.backend.Backend`."""
@@ -164,6 +186,12 @@ class _LocalBackend:
     def _run_all(self, runs: list[_Run]) -> list[tuple[Reply, object]]:
         with _ONE_AT_A_TIME:
             if self._hub.mediators:
+                running = active.current()
+                if running is not None and running.tree is self._model._tree:
+                    raise MisuseError(
+                        "a block began a trace of its own model, in a function that it calls. The model stands still "
+                        "while a block has its turn: make that trace before or after this one."
+                    )
                 raise MisuseError(
                     "a trace of this model was begun in the middle of another one (by a hook, a signal handler or "
                     "`__del__`). The model can compute one at a time: begin it when the other `with` has ended."
@@ -201,13 +229,34 @@ class _LocalBackend:
                 run.fresh = hub.learned is None
                 hub.add(run.key, run.launched.mediator, self._vocabulary)
                 run.steps = self._generate(run) if isinstance(run.request, Generation) else self._call(run)
-            result = next(run.steps)
+            try:
+                result = next(run.steps)
+            except Exception as error:  # blocks raise nothing here
+                self._failed(run, run.launched, error)
+                return
             if result is not None:
                 hub.end(run.key, result)
                 run.outcome = reply_of(run.launched, hub.learned if run.fresh else None), result
                 hub.remove(run.key)
 
+    def _failed(self, run: _Run, launched: Launched, error: Exception) -> None:
+        """The model itself has failed: so has the block, which keeps what it has saved."""
+        hub, mediator = self._hub, launched.mediator
+        line = line_in(launched.block, mediator.frame)
+        waited = f", while the block waited in line {line}" if line else ""
+        if not isinstance(error, InvivoError):
+            error.add_note(f"raised by the model itself{waited}; an edit at the block's last port may be why")
+        if mediator.failure is None:
+            mediator.failed_at = mediator.place.port
+        hub.abandon_step()
+        mediator.drop(error)
+        given = tuple(run.request.token_ids) if isinstance(run.request, Generation) else ()
+        reply = reply_of(launched, None, in_model=mediator.failure is error)
+        run.outcome = reply, LocalOutput(given, tuple(run.tokens))
+        hub.remove(run.key)
+
     def _envoy(self, address: str) -> Envoy:
+        self._model._tree.at(address)
         return Envoy(self._model._tree, address, self._model) if address else self._model
 
     def _call(self, run: _Run) -> Iterator[LocalOutput | None]:
@@ -228,7 +277,7 @@ class _LocalBackend:
         sampling, device = request.sampling, next(module.parameters()).device
         generator = torch.Generator(device).manual_seed(request.draw)
         decoder, stops = Decoder(module), end_tokens(module, sampling)
-        tokens: list[int] = []
+        tokens = run.tokens
         given, reason = request.token_ids, "length"
         while len(tokens) < sampling.max_tokens:
             self._hub.begin({run.key: Share(None, None, len(tokens))})
