@@ -7,7 +7,7 @@ it can be looked at, indexed and iterated over. `RootEnvoy` adds the run-level p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self, overload
+from typing import Any, NoReturn, Self, overload
 
 from . import active
 from .address import INPUT, LOGITS, OUTPUT, SAMPLES, Port, port_at, shown, suggestion
@@ -22,14 +22,14 @@ class Envoy:
     """One module of the model, by its address.
 
     Children are attributes (``model.model``) or items (``layers[5]``, ``layers[-1]``, ``layers[2:4]``); a child whose
-    name is taken (``output``) is reached as ``envoy["output"]``.
+    name is taken (``output``) or begins with an underscore is reached as ``envoy["output"]``.
     """
 
     _tree: ModuleTree
     _address: str
     _root: Envoy
     _known: dict[int | str, Any]
-    """Children by number, once they were asked for; all of them under an asterisk."""
+    """Children by number, once they were asked for; under an asterisk all of them, and their names."""
     _port: Port
 
     def __init__(self, tree: ModuleTree, address: str, root: Envoy | None = None) -> None:
@@ -97,7 +97,7 @@ class Envoy:
 
     def __getattr__(self, name: str) -> Envoy:
         if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            self._refuse(name)
         child = Envoy(self._tree, self._tree.child(self._address, name), self._root)
         vars(self)[name] = child  # found there next time, without coming by here
         return child
@@ -120,7 +120,7 @@ class Envoy:
     def __getitem__(self, key: slice) -> list[Envoy]: ...
     def __getitem__(self, key: int | str | slice) -> Envoy | list[Envoy]:
         if isinstance(key, slice):
-            return [self[index] for index in range(*key.indices(len(self)))]
+            return [self[index] for index in range(*key.indices(len(self._tree.items(self._address))))]
         if isinstance(key, str):
             return Envoy(self._tree, self._tree.child(self._address, key), self._root)
         child = self._known.get(key) if type(key) is int else None
@@ -134,10 +134,11 @@ class Envoy:
         return len(self._tree.numbered(self._address))
 
     def __iter__(self) -> Iterator[Envoy]:
-        items = self._known.get("*")
-        if items is None:
-            items = self._known["*"] = [self[index] for index in range(len(self))]
-        return iter(items)
+        names = self._tree.items(self._address)
+        known = self._known.get("*")
+        if known is None or known[0] is not names:
+            known = self._known["*"] = names, [self[index] for index in range(len(names))]
+        return iter(known[1])
 
     def __bool__(self) -> bool:
         return True
@@ -158,6 +159,16 @@ class Envoy:
 
     def _repr_html_(self) -> str:
         return tree_html(self._tree, self._address)
+
+    def _refuse(self, name: str) -> NoReturn:
+        """Names that begin with an underscore are the Envoy's own."""
+        tree = vars(self).get("_tree")
+        if tree is not None and name in tree.modules[self._address].children:
+            raise UnknownNameError(
+                f"{shown(self._address)} has a module `{name}`, which is no attribute here, since names that begin "
+                f'with an underscore are invivo\'s own. Write `["{name}"]`.'
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _writable(self) -> tuple[str, ...]:
         return _PORTS

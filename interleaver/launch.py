@@ -79,7 +79,7 @@ def launch(
     if member is not None:
         mediator.member, mediator.index, member.mediator = member, member.index, mediator
         mediator.alone = member.alone
-    mediator.line = lambda: _line(payload.block)
+    mediator.line = lambda: line_in(payload.block, sys._getframe(1))
     mediator.streamed = Streamed() if payload.streams else None
     return Launched(mediator, payload.block, printed)
 
@@ -116,10 +116,9 @@ def _run(
     return scope
 
 
-def _line(block: Block) -> int:
-    """The line of the block that is running now."""
+def line_in(block: Block, frame: FrameType | None) -> int:
+    """The line of the block that a frame, or one of those that called it, is in; 0 if none is."""
     last = block.lineno + block.source.count("\n")
-    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == block.filename and block.lineno <= frame.f_lineno <= last:
             return frame.f_lineno

@@ -13,17 +13,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..envoy.address import LOGITS, SAMPLES, port_at, suggestion
+from ..envoy import active
+from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
-from ..envoy.errors import InternalError, MisuseError, SamplingError
+from ..envoy.errors import InternalError, InvivoError, MisuseError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
 from ..tracer.outer import OuterTrace
-from ..tracer.prompt import tokenize
 from ..tracer.trace import Trace
+from .generation import (
+    SAMPLING,
+    Decoder,
+    Generation,
+    LocalSampling,
+    end_tokens,
+    generates,
+    generation,
+    is_prompt,
+    sampling_of,
+    vocabulary,
+)
 from .group import Groups
 from .hub import Hub
-from .launch import Launched, launch
+from .launch import Launched, launch, line_in
 from .limits import limits
 from .outcome import reply_of
 from .windows import Share
@@ -53,33 +65,6 @@ class LocalOutput:
     value: object = None
 
 
-@dataclass(frozen=True)
-class LocalSampling:
-    """Sampling arguments of the local backend.
-
-    Attributes:
-        max_tokens: number of tokens at most, at least 1.
-        temperature: 0 takes the most likely token; else logits are divided by it.
-        seed: seed of sampling and of the block's random numbers.
-        ignore_eos: go on after the end-of-sequence token.
-        stop_token_ids: further tokens that end the generation.
-    """
-
-    max_tokens: int = 16
-    temperature: float = 1.0
-    seed: int | None = None
-    ignore_eos: bool = False
-    stop_token_ids: tuple[int, ...] = ()
-
-
-_SAMPLING = tuple(LocalSampling.__dataclass_fields__)
-
-
-class _Generation(NamedTuple):
-    token_ids: list[int]
-    sampling: LocalSampling
-
-
 class _Call(NamedTuple):
     args: tuple[object, ...]
     kwargs: dict[str, object]
@@ -89,7 +74,8 @@ class Local(RootEnvoy):
     """A module in this process, traced like a model in an engine.
 
     Args:
-        module: any module; with a transformers causal language model, prompts are generated from.
+        module: any module; with a transformers causal language model, prompts are generated from. Modules in it may be
+            replaced between traces.
         tokenizer: its tokenizer, for prompts that are text or chat messages.
         time_limit: seconds that a block may take between two ports; None for as long as it likes.
         memory_limit: bytes that it may add to the process between two ports, or below 1 a share of what is available.
@@ -112,54 +98,53 @@ class Local(RootEnvoy):
         self._hub = Hub(module)
         super().__init__(self._hub.tree, "")
         self._module = module
+        self._modules = dict(module.named_modules(remove_duplicate=False))
         self._tokenizer = tokenizer
 
     def trace(self, *args: object, **kwargs: Any) -> Trace | OuterTrace:
         """Trace one generation, one call of the module, or several of these.
 
         With a causal language model and a prompt (text, token ids, chat messages), the keywords are sampling
-        arguments (`LocalSampling`). Otherwise the module is called with the arguments as they are. Without a prompt
-        or argument, the prompts or arguments are those of ``with tracer.invoke(...):`` in the body.
+        arguments (`LocalSampling`). Token ids may be a tensor ``[n]``; one ``[1, n]`` is a prompt if there are
+        sampling arguments. Otherwise the module is called with the arguments as they are. Without a prompt or
+        argument, the prompts or arguments are those of ``with tracer.invoke(...):`` in the body.
 
         Raises:
             SamplingError: an unknown sampling argument.
-            PromptError: a prompt that the model cannot take.
+            PromptError: a prompt that the model cannot take, or has no room to go on from.
+            UnsupportedError: a prompt for a model that does not generate from one alone.
         """
-        backend = _LocalBackend(self, self._vocabulary())
-        if not args and (not kwargs or (self._generates() and set(kwargs) <= set(_SAMPLING))):
-            _sampling(kwargs)
+        self._see_modules()
+        backend = _LocalBackend(self, vocabulary(self._module))
+        if not args and (not kwargs or (generates(self._module) and set(kwargs) <= set(SAMPLING))):
+            sampling_of(kwargs)
             return OuterTrace(self, backend, self._request, kwargs)
         return Trace(self, backend, *self._request(args, kwargs))
 
+    def _see_modules(self) -> None:
+        """Take in modules that were put in, replaced or taken out (by PEFT, say) since the last trace."""
+        modules = dict(self._module.named_modules(remove_duplicate=False))
+        if modules == self._modules:
+            return
+        with _ONE_AT_A_TIME:
+            if self._hub.mediators:
+                return  # a trace in the middle of another one, which is refused when it runs
+            hub = Hub(self._module)
+            self._tree.renew(hub.tree.modules)
+            hub.tree = self._tree  # all Envoys have it
+            self._hub, self._modules = hub, modules
+            self._known.clear()
+
     def _request(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[object, int]:
         """What the backend runs for these arguments, and the seed of its block."""
-        if not self._generates() or len(args) != 1 or isinstance(args[0], torch.Tensor):
+        if not is_prompt(self._module, args, kwargs):
             return _Call(args, kwargs), 0
-        sampling = _sampling(kwargs)
-        tokens = tokenize(args[0], self._tokenizer, self._vocabulary()).token_ids
-        return _Generation(tokens, sampling), sampling.seed or 0
-
-    def _generates(self) -> bool:
-        return hasattr(self._module, "generation_config")
-
-    def _vocabulary(self) -> int | None:
-        """The bound of token ids; None for a module that is only called."""
-        config: Any = self._module.config if self._generates() else None
-        return getattr(config, "vocab_size", None)
+        sampling = sampling_of(kwargs)
+        return generation(self._module, args[0], sampling, self._tokenizer), sampling.seed or 0
 
     def check_integrity(self) -> None:
         """Assert that no hook, block or other trace of earlier traces is left. Raises `InternalError`."""
         self._hub.check_integrity()
-
-
-def _sampling(given: dict[str, Any]) -> LocalSampling:
-    for name in given:
-        if name not in _SAMPLING:
-            raise SamplingError(f"unknown sampling argument `{name}`.{suggestion(name, _SAMPLING)}")
-    sampling = LocalSampling(**given)
-    if sampling.max_tokens < 1 or sampling.temperature < 0:
-        raise SamplingError(f"`max_tokens` is at least 1 and `temperature` at least 0; got {sampling}.")
-    return sampling
 
 
 class _Run:
@@ -173,6 +158,7 @@ class _Run:
         self.fresh = False
         self.after = [index for _, index in payload.group.takes] if payload.group is not None else []
         self.steps: Iterator[LocalOutput | None] = iter(())
+        self.tokens: list[int] = []
         self.outcome: tuple[Reply, object] | None = None
 
 
@@ -181,8 +167,11 @@ class _LocalBackend:
 
     def __init__(self, model: Local, vocabulary: int | None) -> None:
         self._model = model
-        self._hub = model._hub
         self._vocabulary = vocabulary
+
+    @property
+    def _hub(self) -> Hub:
+        return self._model._hub
 
     def run(self, payload: Payload, request: object) -> tuple[Reply, object]:
         """See `tracer.backend.Backend`."""
@@ -197,6 +186,12 @@ class _LocalBackend:
     def _run_all(self, runs: list[_Run]) -> list[tuple[Reply, object]]:
         with _ONE_AT_A_TIME:
             if self._hub.mediators:
+                running = active.current()
+                if running is not None and running.tree is self._model._tree:
+                    raise MisuseError(
+                        "a block began a trace of its own model, in a function that it calls. The model stands still "
+                        "while a block has its turn: make that trace before or after this one."
+                    )
                 raise MisuseError(
                     "a trace of this model was begun in the middle of another one (by a hook, a signal handler or "
                     "`__del__`). The model can compute one at a time: begin it when the other `with` has ended."
@@ -233,14 +228,35 @@ class _LocalBackend:
                 )
                 run.fresh = hub.learned is None
                 hub.add(run.key, run.launched.mediator, self._vocabulary)
-                run.steps = self._generate(run) if isinstance(run.request, _Generation) else self._call(run)
-            result = next(run.steps)
+                run.steps = self._generate(run) if isinstance(run.request, Generation) else self._call(run)
+            try:
+                result = next(run.steps)
+            except Exception as error:  # blocks raise nothing here
+                self._failed(run, run.launched, error)
+                return
             if result is not None:
                 hub.end(run.key, result)
                 run.outcome = reply_of(run.launched, hub.learned if run.fresh else None), result
                 hub.remove(run.key)
 
+    def _failed(self, run: _Run, launched: Launched, error: Exception) -> None:
+        """The model itself has failed: so has the block, which keeps what it has saved."""
+        hub, mediator = self._hub, launched.mediator
+        line = line_in(launched.block, mediator.frame)
+        waited = f", while the block waited in line {line}" if line else ""
+        if not isinstance(error, InvivoError):
+            error.add_note(f"raised by the model itself{waited}; an edit at the block's last port may be why")
+        if mediator.failure is None:
+            mediator.failed_at = mediator.place.port
+        hub.abandon_step()
+        mediator.drop(error)
+        given = tuple(run.request.token_ids) if isinstance(run.request, Generation) else ()
+        reply = reply_of(launched, None, in_model=mediator.failure is error)
+        run.outcome = reply, LocalOutput(given, tuple(run.tokens))
+        hub.remove(run.key)
+
     def _envoy(self, address: str) -> Envoy:
+        self._model._tree.at(address)
         return Envoy(self._model._tree, address, self._model) if address else self._model
 
     def _call(self, run: _Run) -> Iterator[LocalOutput | None]:
@@ -256,20 +272,18 @@ class _LocalBackend:
     def _generate(self, run: _Run) -> Iterator[LocalOutput | None]:
         """Decode with a key-value cache; yields after each step, and the output at the end."""
         request = run.request
-        assert isinstance(request, _Generation), "Local.trace makes the request"
+        assert isinstance(request, Generation), "Local.trace makes the request"
         module: Any = self._model._module
         sampling, device = request.sampling, next(module.parameters()).device
-        generator = torch.Generator(device).manual_seed(sampling.seed or 0)
-        stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else _eos(module))}
-        tokens: list[int] = []
-        given, cache, reason = request.token_ids, None, "length"
+        generator = torch.Generator(device).manual_seed(request.draw)
+        decoder, stops = Decoder(module), end_tokens(module, sampling)
+        tokens = run.tokens
+        given, reason = request.token_ids, "length"
         while len(tokens) < sampling.max_tokens:
             self._hub.begin({run.key: Share(None, None, len(tokens))})
-            ids = torch.tensor([given], device=device)
-            output = module(input_ids=ids, past_key_values=cache, use_cache=True)
+            logits = decoder.logits(given)
             self._hub.forward_done()
-            cache = output.past_key_values
-            token = self._sample(output.logits[:, -1], sampling, generator)
+            token = self._sample(logits, sampling, generator)
             self._hub.finish_step()
             tokens.append(token)
             given = [token]
@@ -294,10 +308,3 @@ class _LocalBackend:
             sample = torch.multinomial(chances, 1, generator=generator)[:, 0]
         replaced = self._hub.fire(port_at("", SAMPLES), sample)
         return int((sample if replaced is None else replaced).item())  # type: ignore[attr-defined]
-
-
-def _eos(module: Any) -> tuple[int, ...]:
-    eos = module.generation_config.eos_token_id
-    if eos is None:
-        return ()
-    return tuple(eos) if isinstance(eos, list | tuple) else (int(eos),)

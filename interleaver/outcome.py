@@ -6,6 +6,7 @@ import re
 
 from msgspec import structs
 
+from ..envoy.address import INPUT, OUTPUT, shown
 from ..envoy.errors import InternalError, SaveError, WriteError
 from ..envoy.tree import Learned
 from ..tracer.backend import Reply
@@ -23,12 +24,18 @@ _HOW_TO_SAVE = (
 )
 
 
-def reply_of(launched: Launched, learned: Learned | None) -> Reply:
-    """The reply of a block that has ended; a value that cannot be sent becomes its failure."""
+def reply_of(launched: Launched, learned: Learned | None, *, in_model: bool = False) -> Reply:
+    """The reply of a block that has ended; a value that cannot be sent becomes its failure.
+
+    Args:
+        launched: the block.
+        learned: what its reply tells of the model.
+        in_model: it was the model's own forward that failed.
+    """
     mediator = launched.mediator
     _check_saves(mediator)
     values = named_saves(mediator)
-    failure = failure_of(launched)
+    failure = failure_of(launched, in_model=in_model)
     try:
         saves = pack(values)
     except SaveError as error:
@@ -81,8 +88,8 @@ def _unreached(block: Block, mediator: Mediator) -> list[tuple[str, int]]:
     ]
 
 
-def failure_of(launched: Launched) -> Failure | None:
-    """What ended the block; at a line of the block in any case."""
+def failure_of(launched: Launched, *, in_model: bool = False) -> Failure | None:
+    """What ended the block; at a line of the block in any case, unless it was raised in the model."""
     block, mediator = launched.block, launched.mediator
     if mediator.failure is None:
         return None
@@ -90,11 +97,24 @@ def failure_of(launched: Launched) -> Failure | None:
         mediator.failure.add_note(_HOW_TO_SAVE)
     port = str(mediator.failed_at) if mediator.failed_at is not None else None
     failure = describe(mediator.failure, port=port, step=mediator.step)
-    if any(frame.filename == block.filename for frame in failure.frames) or isinstance(mediator.failure, InternalError):
+    if isinstance(mediator.failure, AttributeError):
+        failure = structs.replace(failure, notes=(*failure.notes, *_named_like_ports(mediator)))
+    in_block = any(frame.filename == block.filename for frame in failure.frames)
+    if in_model or in_block or isinstance(mediator.failure, InternalError):
         return failure
     # An edit is checked after the last line; whatever else has no line of its own came before the first.
     last = len(block.source.splitlines()) - 1
     return structs.replace(failure, frames=(_line(block, last if isinstance(mediator.failure, WriteError) else 0),))
+
+
+def _named_like_ports(mediator: Mediator) -> list[str]:
+    """For an attribute that a value does not have: a module inside of the port's may have been meant."""
+    port = mediator.failed_at
+    info = mediator.tree.modules.get(port.address) if port is not None and not port.of_step else None
+    names = [name for name in (info.children if info is not None else ()) if name in (INPUT, "inputs", OUTPUT)]
+    return [
+        f'{shown(port.address)} has a module `{name}` as well, which is written `["{name}"]`.' for name in names if port
+    ]
 
 
 def _line(block: Block, index: int) -> FrameLine:

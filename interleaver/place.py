@@ -138,10 +138,15 @@ class Place:
         why = self.doubts.get((port, mediator.request))
         if why is not None:
             return PortPassedError(why)
+        if port.of_step:
+            return PortNotReachedError(
+                f"{port} did not come in step {mediator.step}: no token was generated in it. Logits and samples are there "
+                "where a model goes on from a prompt, not where a module is only called."
+            )
         other = fires is not port
         text = f"{port} did not come in step {mediator.step}: the module was not called"
         text += " by this name." if other else "."
-        if not (known or port.of_step):
+        if not known:
             text += " The engine does not call this module as a module (or not in this mode)"
             text += f", or as {fires.address}, since it hangs there too: then it fires as {fires}." if other else "."
         text += " Look at the model's tree for modules with output shapes; those were called."

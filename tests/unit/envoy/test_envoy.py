@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -47,6 +48,42 @@ def test_children_by_name_and_number(model: RootEnvoy) -> None:
 def test_an_index_out_of_range_has_the_valid_one(model: RootEnvoy, index: int) -> None:
     with pytest.raises(UnknownNameError, match=r"it has 12 modules, numbered 0 to 11 \(or -12 to -1\)"):
         model.layers[index]
+
+
+def test_a_sequence_counts_its_modules_whatever_their_names() -> None:
+    """Iterating over one with names gave nothing."""
+    named = torch.nn.Sequential(OrderedDict(a=torch.nn.Linear(4, 4), b=torch.nn.ReLU()))
+    named.append(torch.nn.Tanh())
+    model = RootEnvoy(ModuleTree.of(named), "")
+    assert [envoy.address for envoy in model] == ["a", "b", "2"]
+    assert len(model) == 3
+    assert (model[0].address, model[-1].address, model[2].address) == ("a", "2", "2")
+    assert [envoy.address for envoy in model[:2]] == ["a", "b"]
+
+
+def test_keys_that_are_no_places_are_not_counted() -> None:
+    """`stages[1]` was the module of the second key, "2"."""
+    layers = {"1": torch.nn.Linear(4, 4), "2": torch.nn.ReLU()}
+    stages = RootEnvoy(ModuleTree.of(torch.nn.ModuleDict(layers)), "")
+    assert stages["1"].address == "1"
+    for use in (lambda: stages[1], lambda: stages[-1], lambda: list(stages), lambda: stages[:1]):
+        with pytest.raises(UnknownNameError, match=r'no numbered modules, from 0 on.*\["1"\], \["2"\]'):
+            use()
+    places = RootEnvoy(ModuleTree.of(torch.nn.ModuleDict({"1": torch.nn.Tanh(), "0": torch.nn.ReLU()})), "")
+    assert [envoy.address for envoy in places] == ["0", "1"]
+    assert [*RootEnvoy(ModuleTree.of(torch.nn.ModuleList()), "")] == []
+
+
+def test_a_child_that_begins_with_an_underscore_is_an_item() -> None:
+    parent = torch.nn.Module()
+    parent._orig_mod = torch.nn.Linear(2, 2)
+    model = RootEnvoy(ModuleTree.of(parent), "")
+    with pytest.raises(UnknownNameError, match=r'has a module `_orig_mod`.*Write `\["_orig_mod"\]`'):
+        model._orig_mod
+    assert model["_orig_mod"].address == "_orig_mod"
+    with pytest.raises(AttributeError, match="no attribute '_other'") as caught:
+        model._other
+    assert not isinstance(caught.value, UnknownNameError)
 
 
 def test_unknown_names_have_the_nearest(model: RootEnvoy) -> None:
