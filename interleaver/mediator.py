@@ -28,6 +28,7 @@ from ..envoy.errors import (
 from ..envoy.tree import ModuleTree
 from ..tracer.naming import Saved, saved_by_name
 from ..tracer.tracer import Tracer
+from .bounds import Bounds
 from .group import Member
 from .guard import Guard, OverLimit, save_error
 from .limits import Limits
@@ -74,6 +75,7 @@ class Mediator(active.Session):
         ran_on: the place in the supply of the port that it has come to without handing over, and what it holds there.
         streamed: what it streamed in this step; None if nobody listens, and ``stream=True`` is an ordinary save.
         left: its request has left the engine, so no further step comes.
+        bounds: of whole numbers that it may put at ports; None where they can hurt nobody else.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Mediator(active.Session):
         self.streamed: Streamed | None = None
         self.line: Callable[[], int] = lambda: 0
         self.place = Place()
+        self.bounds: Bounds | None = None
         self.apart = False
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
         self._turns = turns
@@ -366,7 +369,7 @@ class Mediator(active.Session):
         if self._turns.checked:
             self._turns.check()
         if held is not None:
-            held.settle()
+            held.settle(self.bounds)
             if held.changed is not None:
                 return False
         if guard is not None and (self.saved or guard.error is not None):
@@ -380,14 +383,14 @@ class Mediator(active.Session):
     def _leave_last(self) -> None:
         """See what it has changed at its last port."""
         if self.held is not None:
-            self.held.settle()
+            self.held.settle(self.bounds)
 
     def hand_over(self, wait: Wait) -> object:
         """Wait; gives what its next turn is given."""
         if self._turns.checked:
             self._turns.check()
         if self.held is not None:
-            self.held.settle()
+            self.held.settle(self.bounds)
         if self._guard is not None and (self.saved or self._guard.error is not None):
             self._guard.check(self.saved)
         current = greenlet.getcurrent()

@@ -140,8 +140,8 @@ class Place:
             return PortPassedError(why)
         if port.of_step:
             return PortNotReachedError(
-                f"{port} did not come in step {mediator.step}: no token was generated in it. Logits and samples are there "
-                "where a model goes on from a prompt, not where a module is only called."
+                f"{port} did not come in step {mediator.step}: no token was generated in it. Logits and samples are "
+                "there where a model goes on from a prompt, not where a module is only called."
             )
         other = fires is not port
         text = f"{port} did not come in step {mediator.step}: the module was not called"

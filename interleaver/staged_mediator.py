@@ -82,7 +82,7 @@ class StagedMediator(Mediator):
         """See what it has changed at its port, here and in the stage that has the port."""
         if self.held is None or self._at is None:
             return
-        self.held.settle()
+        self.held.settle(self.bounds)
         if self.held.changed is not None:
             self.edited = self.edited or (self.port is not None and not self.port.of_step)
         self.script.leave(self._at, self.held.changed or ())

@@ -12,6 +12,7 @@ import greenlet
 import torch
 
 from ..envoy.address import Port
+from .bounds import Bounds
 from .mediator import Mediator
 from .torch_compat import version_of
 from .values import Held
@@ -32,7 +33,7 @@ class _Kept(Held):
         """See `Held`."""
         self.changed = []
 
-    def settle(self) -> None:
+    def settle(self, bounds: Bounds | None = None) -> None:
         """See `Held`; whether the copies were changed is seen when the block has been given all steps."""
 
 

@@ -19,6 +19,7 @@ import torch
 
 from ..envoy.address import Port
 from ..envoy.errors import UnsupportedError, WriteError
+from .bounds import Bounds
 from .fit import check_fit, describe, named
 from .structure import Leaves, can_change, map_tensors, noted_in, own, tensors_of
 from .torch_compat import clone_each, inference_mode, inference_on, split_with_sizes_copy, version_of
@@ -315,11 +316,11 @@ class Held:
         check_fit(self.value, value, where)
         self.value = value
 
-    def settle(self) -> None:
+    def settle(self, bounds: Bounds | None = None) -> None:
         """See what was changed, and check it while the block is still at the port: errors are raised at its own line.
 
         Raises:
-            WriteError: the containers of the copy no longer fit what the model works on.
+            WriteError: the containers of the copy no longer fit what the model works on, or it cannot look up a number.
         """
         value, versions = self.value, self._versions
         if value is self._copy:  # tensors that take its place may be of inference mode, and have no version
@@ -329,7 +330,10 @@ class Held:
             elif self._containers is None and [*map(version_of, self._tensors)] == versions:
                 return
         try:
-            self.changed = self._changes()
+            changed = self._changes()
+            if changed is not None and bounds is not None:
+                bounds.check(self._passing.port, changed)
+            self.changed = changed
         except (WriteError, UnsupportedError):
             self._begin_again()
             raise

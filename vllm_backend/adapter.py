@@ -62,6 +62,10 @@ class RunnerAdapter(Protocol):
         same order, each with one row, which is the next one. False if that cannot be told at once."""
         ...
 
+    def longest(self) -> int:
+        """The number of positions that a request may have (`max_model_len`)."""
+        ...
+
     def graphs(self) -> bool:
         """Whether steps in which blocks wait for modules may run on graphs, in which no module is called."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..interleaver.bounds import Bounds
 from ..interleaver.hub import Hub
 from ..interleaver.lagging_hub import LaggingHub
 from ..interleaver.steady_mediator import SteadyMediator
@@ -33,7 +34,9 @@ def whole_hub(adapter: RunnerAdapter) -> Hub:
     return Hub(model, call_module, compiled=compiled)
 
 
-def fit_in(mediator: Mediator, hub: Hub, payload: Payload, new: NewRequest, *, ahead: bool) -> None:
+def fit_in(
+    mediator: Mediator, hub: Hub, payload: Payload, new: NewRequest, adapter: RunnerAdapter, *, ahead: bool
+) -> None:
     """Say what of the engine and its request concerns a block that has had no turn yet.
 
     Args:
@@ -41,12 +44,16 @@ def fit_in(mediator: Mediator, hub: Hub, payload: Payload, new: NewRequest, *, a
         hub: where it will be.
         payload: what it came as.
         new: its request.
+        adapter: of the runner.
         ahead: a step may run before it is known whether a token of the last one has ended the request.
     """
     if not is_whole(hub):
         mediator.alone = False  # its twins in other workers have their turns when it has
     mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
     mediator.partial_prompt = new.reuses_prefix
+    if hub.calls.bounds is None:
+        hub.calls.bounds = Bounds(adapter.model(), adapter.longest())
+    mediator.bounds = hub.calls.bounds
     if (
         payload.steady
         and isinstance(hub, LaggingHub)

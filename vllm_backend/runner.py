@@ -157,6 +157,10 @@ class Adapter:
         alone = config.parallel_config.world_size == 1 and config.kv_transfer_config is None
         return alone and all(type(spec) in _KEYS_AND_VALUES for spec in _each(specs))
 
+    def longest(self) -> int:
+        """See `RunnerAdapter`."""
+        return int(self._runner.vllm_config.model_config.max_model_len)
+
     def graphs(self) -> bool:
         """See `RunnerAdapter`."""
         return False

@@ -358,7 +358,7 @@ class Serving:
             groups=self._groups,
             limits=self._limits,
         )
-        fit_in(launched.mediator, hub, payload, new, ahead=self._ahead is not None)
+        fit_in(launched.mediator, hub, payload, new, self._adapter, ahead=self._ahead is not None)
         group = payload.group.trace if payload.group is not None else None
         if self._ahead is not None:
             self._ahead.add(new.request_id, payload.group, new.stops, no_module=payload.no_module)

@@ -53,6 +53,29 @@ def test_a_sparse_value_is_refused(model: Any) -> None:
     assert_serves(model)
 
 
+@pytest.mark.parametrize("number", [10**6, -5])
+def test_a_number_that_the_model_cannot_look_up_is_refused(smollm2: Any, number: int) -> None:
+    """A token id or a position behind the end of its table ended the engine, and on a GPU everybody's use of it."""
+    model = smollm2
+    for port in (model.model.embed_tokens, model.model.layers[2]):
+        with pytest.raises(WriteError, match=rf"takes whole numbers from 0 to \d+ here.*has put {number} to {number}"):
+            with model.trace(PROMPT, max_tokens=1, temperature=0):
+                port.inputs[0][0][:] = number
+    with pytest.raises(WriteError, match=r"embed_tokens\.input takes whole numbers"):
+        with model.trace(PROMPT, max_tokens=1, temperature=0):
+            model.model.embed_tokens(torch.tensor([number]))
+    assert_serves(model)
+
+
+def test_other_token_ids_are_as_another_prompt(model: Any) -> None:
+    with model.trace([5, 6, 7], max_tokens=1, temperature=0):
+        model.model.embed_tokens.inputs[0][0][:] = 17
+        edited = model.logits.save()
+    with model.trace([17, 17, 17], max_tokens=1, temperature=0):
+        plain = model.logits.save()
+    assert same(edited, plain)
+
+
 @pytest.mark.parametrize("token", [2**32 + 5, 2**40, -(2**40), 10**30, torch.tensor([2**32 + 5])])
 def test_a_sample_that_does_not_fit_its_type_is_refused(smollm2: Any, token: Any) -> None:
     model = smollm2
