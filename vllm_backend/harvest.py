@@ -21,6 +21,7 @@ from msgspec import structs
 
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InvivoError, MisuseError, PromptError
+from ..interleaver.generation import vocabulary
 from ..interleaver.harvest import sink
 from ..interleaver.harvest.dataset import Activations
 from ..interleaver.harvest.manifest import RESERVED, Manifest, Shard, check_same, load, store, tables
@@ -169,7 +170,7 @@ def _tokenizer(model: Any) -> tuple[Any, int | None]:
     """What gives the tokenizer that a prompt needs, and the bound of token ids."""
     if hasattr(model, "_tokenizer_for"):
         return model._tokenizer_for, model._model_config.get_vocab_size()
-    return lambda prompt: model._tokenizer, model._vocabulary()
+    return lambda prompt: model._tokenizer, vocabulary(model._module)
 
 
 def _longest(runs: Runs, truncate: bool | int) -> int | None:

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from ..envoy.envoy import RootEnvoy
 from ..envoy.errors import EngineDiedError, UnsupportedError
+from ..interleaver.generation import generates, vocabulary
 from ..interleaver.harvest import sink
 from ..interleaver.local import Local, _LocalBackend
 from ..tracer.backend import Reply
@@ -192,10 +193,10 @@ class LocalRuns:
     longest: int | None = None
 
     def __init__(self, model: Local, generate: int, sampling: dict[str, Any]) -> None:
-        if not model._generates():
+        if not generates(model._module):
             raise UnsupportedError("a harvest runs prompts, and this module is no causal language model.")
         self._model = model
-        self._backend = _LocalBackend(model, model._vocabulary())
+        self._backend = _LocalBackend(model, vocabulary(model._module))
         self._sampling = {"temperature": 0.0, **sampling, "max_tokens": generate + 1}
         module: Any = model._module
         self.name = str(getattr(module.config, "name_or_path", "") or type(module).__name__)
