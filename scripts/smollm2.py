@@ -47,11 +47,7 @@ def smollm2_path() -> Path:
     home.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{FOLDER}-", dir=home.parent) as work:
         made = _make(Path(work))
-        try:
-            made.rename(home)
-        except OSError:  # another process was faster
-            if not (home / "config.json").is_file():
-                raise
+        _put(made, home)
     return home
 
 
@@ -68,12 +64,17 @@ def even_smollm2_path() -> Path:
     with tempfile.TemporaryDirectory(prefix=f".{EVEN}-", dir=home.parent) as work:
         made = Path(work) / EVEN
         _widen(source, made)
-        try:
-            made.rename(home)
-        except OSError:  # another process was faster
-            if not (home / "config.json").is_file():
-                raise
+        _put(made, home)
     return home
+
+
+def _put(made: Path, home: Path) -> None:
+    """Move a checkpoint that is complete to its place."""
+    try:
+        made.rename(home)
+    except OSError:  # another process was faster
+        if not (home / "config.json").is_file():
+            raise
 
 
 def _make(work: Path) -> Path:
