@@ -163,7 +163,7 @@ class Envoy:
     def _refuse(self, name: str) -> NoReturn:
         """Names that begin with an underscore are the Envoy's own."""
         tree = vars(self).get("_tree")
-        if tree is not None and name in tree.modules[self._address].children:
+        if tree is not None and name in tree.at(self._address).children:
             raise UnknownNameError(
                 f"{shown(self._address)} has a module `{name}`, which is no attribute here, since names that begin "
                 f'with an underscore are invivo\'s own. Write `["{name}"]`.'

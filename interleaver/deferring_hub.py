@@ -112,9 +112,7 @@ class DeferringHub(Hub):
     def _end_editors(self, error: Exception) -> None:
         """The model has failed on what blocks have put there: they end, and so do others that have yet to be served."""
         ports = {window: port for port, window in self._changes}
-        waiting = {mediator.request for mediators in self._waiting.values() for mediator in mediators}
-        waiting -= {m.request for port, mediators in self._waiting.items() if port.of_step for m in mediators}
-        self._waiting = {port: mediators for port, mediators in self._waiting.items() if port.of_step}
+        waiting = {mediator.request for port in self.wanted for mediator in self._waiting.pop(port)}
         for request, share in self._shares.items():
             mediator = self.mediators.get(request)
             if mediator is None or (mediator.failure is not None and mediator.done):

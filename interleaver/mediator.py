@@ -222,7 +222,7 @@ class Mediator(active.Session):
         block, turns = self._greenlet, self._turns
         assert block is not None, "a block that has ended has no turns"
         self.wait = None
-        light = turns.simple and turns.light()
+        light = turns.light()
         if not light:
             turns.begin()
         try:

@@ -58,11 +58,11 @@ class Turns:
         self._stdout = sys.stdout
         self._stacked = (False, 0, 0, False)
         self._others = [_OTHERS[name](seed) for name in uses if name in _OTHERS]
-        self.simple = not (self._draws or self.checked or self._others or self._printed is not None)
+        self._simple = not (self._draws or self.checked or self._others or self._printed is not None)
 
     def light(self) -> bool:
         """Whether the block touches nothing of the state, and what it depends on is as it was when the block came."""
-        return self.simple and self._grad is grad_on() and self._dtype is default_dtype()
+        return self._simple and self._grad is grad_on() and self._dtype is default_dtype()
 
     def begin(self) -> None:
         """Put the engine's state aside and bring in the block's."""
