@@ -64,8 +64,6 @@ class Hooks:
 
     def watch(self, port: Port) -> None:
         """Have a port of a module fire from now on, until `clear`."""
-        if port in self._on:
-            return
         for needed in self._needed.get(port) or self._need(port):
             if needed in self._on:
                 break  # and so are those that it needs, which come behind it

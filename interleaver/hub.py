@@ -298,13 +298,29 @@ class Hub(Blocks):
 
     def _serve(self, waiting: list[Mediator], port: Port, value: object) -> list[Change]:
         """The turns of blocks at a port, and what they change there. More blocks may come meanwhile, from a barrier."""
+        if len(waiting) > 1 or port.of_step or self._place.supply is not None:
+            return self._serve_all(waiting, port, value)
+        mediator = waiting[0]  # one block at a port of a module, as it mostly is: the same with less around it
+        window = mediator.share.rows
+        try:
+            copy, versions = copy_of(value, window, port)
+        except UnsupportedError:
+            return self._serve_all(waiting, port, value)
+        held = Held(copy, versions, window, Passing(value, port))
+        mediator.at_port(port, held)
+        self._went_on(mediator)
+        changes: list[Change] = []
+        if held.changed is not None and mediator.failure is None:
+            self.edited.add(mediator.request)
+            mediator.edited = True
+            changes.append((held.changed, window))
+        return changes if len(waiting) == 1 else changes + self._serve_all(waiting, port, value, 1)
+
+    def _serve_all(self, waiting: list[Mediator], port: Port, value: object, served: int = 0) -> list[Change]:
+        """As `_serve`, for any number of blocks at any port, of which the first `served` have had their turns."""
         place, supply = self._place, self._place.supply
         changes: list[Change] = []
-        number, served = place.number, 0
-        if len(waiting) == 1 and supply is None and not port.of_step:
-            served = self._serve_one(waiting[0], port, value, changes)
-            if served == len(waiting):
-                return changes
+        number = place.number
         window_of = _last if place.sampling else _rows
         passing = Passing(value, port)
         while batch := waiting[served:]:
@@ -329,22 +345,6 @@ class Hub(Blocks):
                     mediator.edited = mediator.edited or not port.of_step
                     changes.append((held.changed, window))
         return changes
-
-    def _serve_one(self, mediator: Mediator, port: Port, value: object, changes: list[Change]) -> int:
-        """As `_serve` for the only block at a port of a module, with less around it; 0 if it gets no turn."""
-        window = mediator.share.rows
-        try:
-            copy, versions = copy_of(value, window, port)
-        except UnsupportedError:
-            return 0
-        held = Held(copy, versions, window, Passing(value, port))
-        mediator.at_port(port, held)
-        self._went_on(mediator)
-        if held.changed is not None and mediator.failure is None:
-            self.edited.add(mediator.request)
-            mediator.edited = True
-            changes.append((held.changed, window))
-        return 1
 
     def _turn(self, mediator: Mediator, turn: Callable[[], None]) -> None:
         """A block's turn, and what it waits for then."""
@@ -390,7 +390,7 @@ class Hub(Blocks):
     @property
     def _aside(self) -> bool:
         """Whether what runs now is none of the blocks' business."""
-        return self.calls.inside or self._place.over or get_ident() != self._thread
+        return self._place.over or self.calls.inside or get_ident() != self._thread
 
     def _empty_when_idle(self) -> dict[str, Sized]:
         return super()._empty_when_idle() | {"hooks": self._hooks, "steps": self._steps}

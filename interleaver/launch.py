@@ -46,6 +46,7 @@ def launch(
     capture_output: bool,
     groups: Groups | None = None,
     limits: Limits | None = None,
+    kind: type[Mediator] = Mediator,
 ) -> Launched:
     """Make the mediator of one request.
 
@@ -57,6 +58,7 @@ def launch(
         capture_output: keep what the block prints, instead of letting it out here.
         groups: the traces of several blocks that run here; the payload may be one of these.
         limits: of the block.
+        kind: of mediator.
 
     The payload is checked and decoded in the block's first turn, so whatever fails in it is an error of the block.
     """
@@ -75,7 +77,7 @@ def launch(
             payload, compile_block(payload.block), values, mediator, member.take(mediator.warn), member.shared_ids
         )
 
-    mediator = Mediator(tree, Turns(payload.seed, printed, payload.uses), body, limits)
+    mediator = kind(tree, Turns(payload.seed, printed, payload.uses), body, limits)
     if member is not None:
         mediator.member, mediator.index, member.mediator = member, member.index, mediator
         mediator.alone = member.alone

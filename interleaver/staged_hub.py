@@ -54,8 +54,7 @@ class Staged(Hub):
 
     def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
         """See `Hub`."""
-        mediator.__class__ = StagedMediator
-        assert isinstance(mediator, StagedMediator), "it is one now"
+        assert isinstance(mediator, StagedMediator), "blocks of a stage are launched as such"
         mediator.script = Script(self.places)
         super().add(request, mediator, vocabulary)
 

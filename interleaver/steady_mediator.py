@@ -5,15 +5,18 @@ See `lagging_hub`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import greenlet
 import torch
 
 from ..envoy.address import Port
+from ..envoy.tree import ModuleTree
 from .bounds import Bounds
+from .limits import Limits
 from .mediator import Mediator
+from .modes import Turns
 from .torch_compat import version_of
 from .values import Held
 from .views import Part, view
@@ -47,20 +50,22 @@ class SteadyMediator(Mediator):
         strayed: with a kept step it has done something else than reading the same ports in the same order.
     """
 
-    trail: list[Port]
-    before: list[Port]
     calls = False
     strayed = False
     _columns: Sequence[Sequence[object]] = ()
     _count = _number = _at = 0
-    _copy: _Kept
 
-    @classmethod
-    def make(cls, mediator: Mediator) -> None:
-        """Make a mediator that has had no turn yet a steady one."""
-        mediator.__class__ = cls
-        assert isinstance(mediator, cls), "it is one now"
-        mediator.trail, mediator.before, mediator._copy = [], [], _Kept()
+    def __init__(
+        self,
+        tree: ModuleTree,
+        turns: Turns,
+        body: Callable[[Mediator], dict[str, object]],
+        limits: Limits | None = None,
+    ) -> None:
+        super().__init__(tree, turns, body, limits)
+        self.trail: list[Port] = []
+        self.before: list[Port] = []
+        self._copy = _Kept()
 
     @property
     def ready(self) -> bool:

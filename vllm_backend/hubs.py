@@ -1,4 +1,4 @@
-"""The hub of a worker that has the whole model, and how a block becomes one of its."""
+"""The hub of a worker that has the whole model, and how a block becomes one of any hub's."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from ..interleaver.bounds import Bounds
 from ..interleaver.hub import Hub
 from ..interleaver.lagging_hub import LaggingHub
+from ..interleaver.mediator import Mediator
+from ..interleaver.staged_hub import Staged
+from ..interleaver.staged_mediator import StagedMediator
 from ..interleaver.steady_mediator import SteadyMediator
 from .module_call import call_module
 
 if TYPE_CHECKING:
-    from ..interleaver.mediator import Mediator
     from ..tracer.block import Payload
     from .adapter import NewRequest, RunnerAdapter
 
@@ -27,25 +29,36 @@ def is_whole(hub: Hub) -> bool:
 
 
 def whole_hub(adapter: RunnerAdapter) -> Hub:
-    """The hub of a worker that has the whole model, and how a block becomes one of its."""
+    """The hub of a worker that has the whole model."""
     model, compiled = adapter.model(), adapter.compiled()
     if adapter.repeatable():
         return LaggingHub(model, call_module, compiled=compiled, graphs=adapter.graphs())
     return Hub(model, call_module, compiled=compiled)
 
 
-def fit_in(
-    mediator: Mediator, hub: Hub, payload: Payload, new: NewRequest, adapter: RunnerAdapter, *, ahead: bool
-) -> None:
+def kind_of(hub: Hub, payload: Payload, new: NewRequest, *, ahead: bool) -> type[Mediator]:
+    """The kind of mediator that a block gets.
+
+    Args:
+        hub: where it will be.
+        payload: what it came as.
+        new: its request.
+        ahead: a step may run before it is known whether a token of the last one has ended the request.
+    """
+    if isinstance(hub, Staged):
+        return StagedMediator
+    lags = isinstance(hub, LaggingHub) and not (payload.uses or payload.streams or (ahead and new.stops))
+    return SteadyMediator if lags and payload.steady else Mediator
+
+
+def fit_in(mediator: Mediator, hub: Hub, new: NewRequest, adapter: RunnerAdapter) -> None:
     """Say what of the engine and its request concerns a block that has had no turn yet.
 
     Args:
         mediator: the block.
         hub: where it will be.
-        payload: what it came as.
         new: its request.
         adapter: of the runner.
-        ahead: a step may run before it is known whether a token of the last one has ended the request.
     """
     if not is_whole(hub):
         mediator.alone = False  # its twins in other workers have their turns when it has
@@ -54,9 +67,3 @@ def fit_in(
     if hub.calls.bounds is None:
         hub.calls.bounds = Bounds(adapter.model(), adapter.longest())
     mediator.bounds = hub.calls.bounds
-    if (
-        payload.steady
-        and isinstance(hub, LaggingHub)
-        and not (payload.uses or payload.streams or (ahead and new.stops))
-    ):
-        SteadyMediator.make(mediator)

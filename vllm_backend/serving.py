@@ -25,7 +25,7 @@ from ..interleaver.staged_hub import Staged
 from ..interleaver.supply import Supply
 from ..tracer.block import Payload, TensorBlob
 from .ahead import Ahead
-from .hubs import fit_in, is_whole, whole_hub
+from .hubs import fit_in, is_whole, kind_of, whole_hub
 from .outbox import Outbox
 from .request_output import decode_output
 from .settings import NOW
@@ -357,8 +357,9 @@ class Serving:
             capture_output=True,
             groups=self._groups,
             limits=self._limits,
+            kind=kind_of(hub, payload, new, ahead=self._ahead is not None),
         )
-        fit_in(launched.mediator, hub, payload, new, self._adapter, ahead=self._ahead is not None)
+        fit_in(launched.mediator, hub, new, self._adapter)
         group = payload.group.trace if payload.group is not None else None
         if self._ahead is not None:
             self._ahead.add(new.request_id, payload.group, new.stops, no_module=payload.no_module)

@@ -45,7 +45,7 @@ class Thing:
 def waiting(body: Any) -> tuple[Hub, Mediator]:
     """A block that waits for the next step."""
     hub = Hub(torch.nn.Identity())
-    mediator = Mediator(hub.tree, Turns(0, None), body, Limits(memory=1))
+    mediator = Mediator(hub.tree, Turns(0, None), body, Limits(memory=1 << 40))
     hub.add("a", mediator, 10)
     hub.begin({"a": Share(Window(0, 1, 1), Window(0, 1, 1), 0)})
     hub.forward_done()

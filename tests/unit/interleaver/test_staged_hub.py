@@ -15,6 +15,7 @@ from invivo.envoy.tree import ModuleTree
 from invivo.interleaver.mediator import Mediator
 from invivo.interleaver.modes import Turns
 from invivo.interleaver.staged_hub import StagedHub
+from invivo.interleaver.staged_mediator import StagedMediator
 from invivo.interleaver.stages import Places
 from invivo.interleaver.windows import shares
 
@@ -85,7 +86,9 @@ class Pipeline:
         found = []
         for stage, hub in enumerate(self.hubs):
             envoy: Any = RootEnvoy(hub.tree, "")
-            mediator = Mediator(hub.tree, Turns(0, None), lambda own, envoy=envoy, stage=stage: body(envoy, own, stage))
+            mediator = StagedMediator(
+                hub.tree, Turns(0, None), lambda own, envoy=envoy, stage=stage: body(envoy, own, stage)
+            )
             hub.add(request, mediator, 10)
             found.append(mediator)
         self.computed[request] = 0

@@ -67,8 +67,6 @@ class Engine:
         self.before: tuple[list[str], list[int]] = [], []
 
     def add(self, request: str, mediator: Mediator) -> None:
-        if self.late:
-            SteadyMediator.make(mediator)
         mediator.index = ord(request)
         self.hub.add(request, mediator, WIDTH)
         self.done[request] = 0
@@ -170,11 +168,11 @@ def compare(
     """Run blocks at their time and late; assert that those that did not stray have seen the same."""
     results: list[tuple[dict[str, list[Any]], dict[str, Any], Hub]] = []
     for late in (False, True):
-        engine = Engine(late=late, graphs=graphs)
+        engine, kind = Engine(late=late, graphs=graphs), SteadyMediator if late else Mediator
         seen: dict[str, list[Any]] = {name: [] for name in visits}
         failures: dict[str, Any] = {}
         for name, visit in visits.items():
-            engine.add(name, Mediator(engine.hub.tree, Turns(0, None, ()), body(visit, seen[name])))
+            engine.add(name, kind(engine.hub.tree, Turns(0, None, ()), body(visit, seen[name])))
         for number, names in enumerate(batches):
             engine.step(names, number)
         for name in visits:
