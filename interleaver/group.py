@@ -108,6 +108,11 @@ class Member:
         """Whether the block shares nothing with others that they could tell the order of their turns from."""
         return not (self._group.shared or self._group.takes or self._group.barriers)
 
+    @property
+    def own(self) -> bool:
+        """Whether no other block may change what this one saves."""
+        return not (self._group.shared or self._group.takes or self._group.gives)
+
     # --- shared objects
 
     def load(self, read: Read) -> None:

@@ -20,7 +20,6 @@ from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
 from ..interleaver.lagging_hub import LaggingHub
 from ..interleaver.launch import launch
-from ..interleaver.outcome import reply_of
 from ..interleaver.staged_hub import Staged
 from ..interleaver.supply import Supply
 from ..tracer.block import Payload, TensorBlob
@@ -275,10 +274,9 @@ class Serving:
         known = self._traces.fetched(trace)
         with torch.inference_mode():
             hub.end(known.request_id, decode_output(output))
-        first = known.launched.mediator.index == 0  # of its trace
-        reply = reply_of(known.launched, hub.learned if first else None)
+            parcel = self._traces.parcel(trace, known, hub)
         hub.remove(known.request_id)
-        return self.outbox.send(trace, reply)
+        return parcel
 
     def discard(self, trace: str) -> None:
         """Forget a trace whose caller has given up."""

@@ -19,7 +19,7 @@ from ..tracer.failure import describe
 from ..tracer.prompt import Prompt
 from .engine import Call, Engine
 from .in_band import unpacked
-from .pickup import receive
+from .pickup import Arriving, receive
 from .request_output import encode_output
 from .samples import joined, rejoined, split, split_group
 from .settings import KEY
@@ -155,16 +155,17 @@ class SyncBackend:
         groups = [payload.group for payload in payloads if payload.group is not None]
         company = meets(groups)
         outputs: dict[int, RequestOutput] = {}
-        outcomes: dict[int, tuple[Reply, RequestOutput]] = {}
+        arriving: dict[int, Arriving] = {}
 
         def ended(index: int, output: RequestOutput, call: Call) -> Collection[int]:
             outputs[index] = output
-            for at in sorted(outputs.keys() - outcomes.keys()):
+            for at in sorted(outputs.keys() - arriving.keys()):
                 if outputs.keys() >= company[at]:
                     trace = payloads[at].trace
-                    reply = receive(call("invivo_collect", trace, encode_output(outputs[at])), trace, call)
-                    outcomes[at] = checked(reply, outputs[at], groups[at]), outputs[at]
-            return outcomes
+                    arriving[at] = Arriving(call("invivo_collect", trace, encode_output(outputs[at])), trace, call)
+                    if groups[at].gives or groups[at].shared:
+                        arriving[at].reply()  # others may change what it saved
+            return arriving
 
         prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
         self._engine.start()  # apart: one that cannot start has nothing to forget
@@ -174,12 +175,13 @@ class SyncBackend:
             self._engine.generate_all(
                 [prompt for prompt, _ in prepared], [params for _, params in prepared], ends_before(groups), ended
             )
+            replies = [arriving[index].reply() for index in range(len(payloads))]  # large saves may still be copied
         except EngineDiedError:
             raise
         except BaseException:
             self._engine.call("invivo_discard_group", groups[0].trace, [payload.trace for payload in payloads])
             raise
-        return [outcomes[index] for index in range(len(payloads))]
+        return [(checked(reply, outputs[at], groups[at]), outputs[at]) for at, reply in enumerate(replies)]
 
 
 def was_preempted(reply: Reply) -> bool:
