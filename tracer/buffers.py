@@ -187,7 +187,10 @@ def tensor(
         raise ValueError(f"no dtype {dtype!r}")
     if any(size < 0 for size in shape) or math.prod(shape) * kind.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes do not make a {dtype} tensor of shape {list(shape)}")
-    with torch.inference_mode(False), torch._C.DisableTorchFunction():
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return tensor(dtype, shape, data, device)
+    with torch._C.DisableTorchFunction():
         if len(data):
             own = bytearray(data) if isinstance(data, bytes) or data.readonly else data
             made = torch.frombuffer(own, dtype=kind).view(shape)

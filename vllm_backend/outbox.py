@@ -125,9 +125,9 @@ class Outbox:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while True:
             with self._changed:
-                gone = self._put_back()
                 new = [offer for offer in self._waiting.values() if not offer.begun]
                 offer = next((offer for offer in self._waiting.values() if not offer.copied), None)
+                gone = self._put_back() if offer is None else []
                 if not (self._waiting or len(self._files) or gone):
                     self._thread = None
                     return
@@ -186,7 +186,8 @@ class _Offer:
         sizes = tuple(map(len, pieces))
         token = secrets.token_bytes(TOKEN_BYTES)
         ticket = Ticket(os.getpid(), 0, 0, token, sizes)
-        self._file = make(ticket.places[-1])
+        self._places = ticket.places
+        self._file = make(self._places[-1])
         self._fd = self._file.fd
         self.ticket = structs.replace(ticket, fd=self._fd, inode=self._file.inode)
         try:
@@ -225,7 +226,7 @@ class _Offer:
             if not self.dropped:
                 away = [(at, piece) for at, piece in enumerate(self._pieces) if isinstance(piece, OnDevice)]
                 memory = self._file.lock(copier)
-                copies = [copy for at, piece in away for copy in _copies(memory, self.ticket.places[at], piece)]
+                copies = [copy for at, piece in away for copy in _copies(memory, self._places[at], piece)]
                 self._wait = copier.start(copies, self._after)
                 self._sent = [piece for _, piece in away]
                 for at, _ in away:
@@ -258,7 +259,7 @@ class _Offer:
         self._deadline = time.monotonic() + _SECONDS
 
     def _parts(self) -> Iterator[tuple[int, memoryview]]:
-        for index, place in enumerate(self.ticket.places[:-1]):
+        for index, place in enumerate(self._places[:-1]):
             piece = self._pieces[index]
             if isinstance(piece, OnDevice):  # it could not be told to copy
                 self._after.synchronize()
