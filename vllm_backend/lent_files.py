@@ -24,6 +24,8 @@ PART = 8 << 20
 _MOST = 4 << 30
 """What all files may take that are kept for another use."""
 
+_MOST_FILES = 128
+
 _STEPS = 4
 """Sizes between a power of two and the next one, so that files fit more than one set of saves."""
 
@@ -172,7 +174,7 @@ class Files:
         self._kept.append(file)
         total = sum(one.size for one in self._kept)
         gone = []
-        while total > _MOST:
+        while total > _MOST or len(self._kept) > _MOST_FILES:
             gone.append(self._kept.pop(0))
             total -= gone[-1].size
         return gone

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from typing import NamedTuple, cast
 from uuid import uuid4
@@ -23,6 +23,9 @@ from .pickup import Arriving, receive
 from .request_output import encode_output
 from .samples import joined, rejoined, split, split_group
 from .settings import KEY
+
+_AT_ONCE = 16
+"""Blocks that one call collects: small saves come along, and the engine stands still for as long."""
 
 ATTEMPTS = 3
 """How often a trace is run that is preempted again and again, before its error is the caller's."""
@@ -157,12 +160,14 @@ class SyncBackend:
         outputs: dict[int, RequestOutput] = {}
         arriving: dict[int, Arriving] = {}
 
-        def ended(index: int, output: RequestOutput, call: Call) -> Collection[int]:
-            outputs[index] = output
-            for at in sorted(outputs.keys() - arriving.keys()):
-                if outputs.keys() >= company[at]:
-                    trace = payloads[at].trace
-                    arriving[at] = Arriving(call("invivo_collect", trace, encode_output(outputs[at])), trace, call)
+        def ended(finished: Mapping[int, RequestOutput], call: Call) -> Collection[int]:
+            outputs.update(finished)
+            ready = [at for at in sorted(outputs.keys() - arriving.keys()) if outputs.keys() >= company[at]]
+            for some in [ready[start : start + _AT_ONCE] for start in range(0, len(ready), _AT_ONCE)]:
+                asked = [(payloads[at].trace, encode_output(outputs[at])) for at in some]
+                parcels = msgspec.msgpack.decode(call("invivo_collect_all", asked), type=list[bytes])
+                for at, parcel in zip(some, parcels, strict=True):
+                    arriving[at] = Arriving(parcel, payloads[at].trace, call)
                     if groups[at].gives or groups[at].shared:
                         arriving[at].reply()  # others may change what it saved
             return arriving
