@@ -5,7 +5,7 @@ at a low priority; it ends when nothing waits any more. The worker keeps its end
 and the client has opened the file, which a byte in the file says: no call is needed for it.
 
 What is on a GPU is copied by that, into files that are used again (`lent_files`). Nobody waits for it but the thread,
-and the client. These files stay for a minute after they were last used.
+and the client. These files stay for some seconds after they were last used.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ _SLICE = 4 << 20
 _PAUSE = 0.05
 _SECONDS = 60.0
 """How long saves wait for a client that does not come for them, after the copy or its last call."""
+
+_KEPT_SECONDS = 15.0
+"""How long a file is kept for another use."""
 
 _IDLE = 1.0
 """Between two looks for files that were not used for long."""
@@ -146,7 +149,7 @@ class Outbox:
         for trace in [trace for trace, offer in self._waiting.items() if offer.over]:
             file = self._waiting.pop(trace).end()
             gone += self._files.keep(file, now) if file.lends else [file]
-        return gone + self._files.unused(now - _SECONDS)
+        return gone + self._files.unused(now - _KEPT_SECONDS)
 
 
 def _whole(reply: Reply) -> bytes:

@@ -76,7 +76,7 @@ def worker(copier: Late, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outbox]:
     monkeypatch.setattr(outbox, "_IDLE", 0.02)
     made = Outbox(copier=copier)
     yield made
-    monkeypatch.setattr(outbox, "_SECONDS", 0.0)
+    monkeypatch.setattr(outbox, "_KEPT_SECONDS", 0.0)
     made.check_integrity()
     deadline = time.monotonic() + 10
     while made._thread is not None:
@@ -187,6 +187,7 @@ def test_saves_that_are_given_up_leave_a_free_file(worker: Outbox) -> None:
 
 def test_saves_that_nobody_fetches(worker: Outbox, copier: Late, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outbox, "_SECONDS", 0.1)
+    monkeypatch.setattr(outbox, "_KEPT_SECONDS", 0.1)
     send(worker, a=torch.ones(BIG, dtype=torch.uint8))
     wait_for(lambda: worker._thread is None)
     assert not copier.locked
