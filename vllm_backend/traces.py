@@ -106,8 +106,8 @@ class Traces:
             streamed = mediator.streamed.take() if mediator.streamed is not None else []
             ready = mediator.done and known.left is None and (known.group is None or known.own)
             reply = self._reply(trace, known, hub) if ready else None
-            if known.group is not None:  # it is fetched, but the copy of what it saved begins now
-                known.parcel, reply = reply or known.parcel, None
+            if known.group is not None and reply is not None:  # it is fetched, but the copy of what it saved begins now
+                known.parcel, reply = reply, None
             if streamed or reply is not None:
                 cargo[known.request_id] = Cargo(streamed, reply)
         return cargo
@@ -143,8 +143,10 @@ class Traces:
 
     def parcel(self, trace: str, known: Known, hub: Hub) -> bytes:
         """What is sent to a caller that fetches the reply of a block that has ended."""
-        parcel = self._reply(trace, known, hub) or known.parcel
+        parcel = self._reply(trace, known, hub)
         self._outbox.release(trace)
+        if parcel is None:
+            parcel = known.parcel
         assert parcel is not None, "it was not fetched before"
         return parcel
 

@@ -193,6 +193,18 @@ def test_saves_that_nobody_fetches(worker: Outbox, copier: Late, monkeypatch: py
     assert not copier.locked
 
 
+def test_saves_of_a_request_that_runs_wait_for_its_end(worker: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "_SECONDS", 0.1)
+    value = torch.arange(BIG)
+    data = worker.send("a trace", Reply(pack({"a": value}, later=True), None, "", (), None), held=True)
+    time.sleep(0.3)
+    worker.release("a trace")
+    assert torch.equal(home(data)["a"], value)
+    worker.send("another", Reply(pack({"a": value}, later=True), None, "", (), None), held=True)
+    worker.release("another")
+    wait_for(lambda: not worker._waiting)
+
+
 def test_memory_that_cannot_be_locked(worker: Outbox, copier: Late, caplog: pytest.LogCaptureFixture) -> None:
     copier.fails = "lock"
     value = torch.arange(BIG)
