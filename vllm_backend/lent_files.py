@@ -61,7 +61,7 @@ class Cuda:
 
     def lock(self, memory: torch.Tensor) -> None:
         """See `Copier`."""
-        runtime, done = torch.cuda.cudart(), list[int]()  # type: ignore[no-untyped-call]
+        runtime, done = _runtime(), list[int]()
         for start in range(0, memory.numel(), PART):
             place, size = memory.data_ptr() + start, min(PART, memory.numel() - start)
             error = runtime.cudaHostRegister(place, size, 0)
@@ -73,7 +73,7 @@ class Cuda:
 
     def unlock(self, memory: torch.Tensor) -> None:
         """See `Copier`."""
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        runtime = _runtime()
         for start in range(0, memory.numel(), PART):
             runtime.cudaHostUnregister(memory.data_ptr() + start)
 
@@ -98,6 +98,10 @@ class Cuda:
                 copy_each([place for place, _ in copies], [source for _, source in copies], non_blocking=True)
                 over.record()
         return over.synchronize
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class File:
