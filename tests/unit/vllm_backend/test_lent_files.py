@@ -110,7 +110,7 @@ def test_values_come_home_as_they_were(worker: Outbox, copier: Late) -> None:
         "one": torch.tensor(3),
         "none": torch.empty(0, 4),
         "mask": base > 0,
-        "conj": torch.randn(9).cfloat().conj(),
+        "conj": torch.randn(9, dtype=torch.complex64).conj(),
     }
     data = send(worker, **saves, text="x" * 1000)
     found = home(data)
