@@ -112,7 +112,7 @@ def prefill(bench: GpuBench) -> list[Figure | Curve]:
             over(base, times["all layers home"]),
             0.8,
             f"{how.format('saves')}, {size / 1e9:.1f} GB: {rates}",
-            "bringing the bytes to the host and to the caller",
+            "Python in the one thread of engine and client, and the copies of the last prompts",
             least=True,
         ),
         Figure("prefill, rate of that of copies to ordinary memory", "x", home, None, rates, ""),

@@ -108,6 +108,11 @@ class Member:
         """Whether the block shares nothing with others that they could tell the order of their turns from."""
         return not (self._group.shared or self._group.takes or self._group.barriers)
 
+    @property
+    def own(self) -> bool:
+        """Whether no other block may change what this one saves."""
+        return not (self._group.shared or self._group.takes or self._group.gives)
+
     # --- shared objects
 
     def load(self, read: Read) -> None:
@@ -196,7 +201,9 @@ class Member:
 
     def stranded(self) -> list[tuple[Mediator, InvokeError]]:
         """Blocks at barriers that cannot fill any more, with the error for each."""
-        found = []
+        found: list[tuple[Mediator, InvokeError]] = []
+        if not self._store.waiting:
+            return found
         coming_to_none = sum(not self._comes_anywhere(index) for index in range(self._store.size))
         stuck = sum(map(len, self._store.waiting.values())) == self._store.size - coming_to_none
         for barrier, waiting in list(self._store.waiting.items()):

@@ -24,22 +24,23 @@ _HOW_TO_SAVE = (
 )
 
 
-def reply_of(launched: Launched, learned: Learned | None, *, in_model: bool = False) -> Reply:
+def reply_of(launched: Launched, learned: Learned | None, *, in_model: bool = False, later: bool = False) -> Reply:
     """The reply of a block that has ended; a value that cannot be sent becomes its failure.
 
     Args:
         launched: the block.
         learned: what its reply tells of the model.
         in_model: it was the model's own forward that failed.
+        later: saves that are on a device stay there (`Unsent`).
     """
     mediator = launched.mediator
     _check_saves(mediator)
     values = named_saves(mediator)
     failure = failure_of(launched, in_model=in_model)
     try:
-        saves = pack(values)
+        saves = pack(values, later=later)
     except SaveError as error:
-        saves = pack({name: value for name, value in values.items() if _can_be_sent(value)})
+        saves = pack({name: value for name, value in values.items() if _can_be_sent(value)}, later=later)
         failure = failure or _unsendable(launched, values, error)
     if mediator.stopped and mediator.failure is None:
         mediator.warnings.extend(_unreached(launched.block, mediator))
@@ -124,7 +125,7 @@ def _line(block: Block, index: int) -> FrameLine:
 
 def _can_be_sent(value: object) -> bool:
     try:
-        pack({"value": value})
+        pack({"value": value}, later=True)
     except SaveError:
         return False
     return True

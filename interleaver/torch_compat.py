@@ -31,7 +31,7 @@ split_with_sizes_copy = cast(
 )
 """Pieces of a tensor along a dimension, each in a storage of its own. (Torch's annotations have it return nothing.)"""
 
-copy_each = cast("Callable[[list[torch.Tensor], list[torch.Tensor]], None]", vars(torch)["_foreach_copy_"])
+copy_each = cast("Callable[..., None]", vars(torch)["_foreach_copy_"])
 """As `torch.Tensor.copy_` for each of some tensors, in one call."""
 
 

@@ -21,7 +21,7 @@ from ..envoy.address import Port
 from ..envoy.errors import UnsupportedError, WriteError
 from .bounds import Bounds
 from .fit import check_fit, describe, named
-from .structure import Leaves, can_change, map_tensors, noted_in, own, tensors_of
+from .structure import can_change, map_tensors, noted_in, own, tensors_of
 from .torch_compat import clone_each, inference_mode, inference_on, split_with_sizes_copy, version_of
 from .windows import Window
 
@@ -341,7 +341,8 @@ class Held:
     def _changes(self) -> list[torch.Tensor | None] | None:
         """What is in place of the tensors now, if it can be."""
         value, versions = self.value, self._versions
-        now = tensors_of(value)
+        usual = value is self._copy and self._containers is None
+        now = self._before() if usual else tensors_of(value)
         changed: list[torch.Tensor | None] = [*now]
         untouched = False
         if isinstance(versions, list) and len(versions) == len(now):  # else the one tensor is another or was changed
@@ -362,7 +363,7 @@ class Held:
             raise WriteError(f"`model.samples` takes token ids from 0 to {limit - 1}.")
         return changed
 
-    def _check_shapes(self, now: Leaves) -> None:
+    def _check_shapes(self, now: Sequence[torch.Tensor]) -> None:
         expected = self._passing.shapes(self._window)
         if [tensor.shape for tensor in now] != expected:
             before = self._before()

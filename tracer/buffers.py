@@ -12,6 +12,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import torch
 
@@ -27,22 +29,82 @@ class Refusal(Exception):
     """Why a value cannot be turned into bytes; callers add the variable's name and raise their own error."""
 
 
+def is_away(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a device."""
+    return tensor.device.type != "cpu"
+
+
 def is_tensor(value: object) -> bool:
     """Whether `value` is a tensor, without importing torch: there is none where torch is not loaded."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def elements(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray[Any, Any]]:
-    """Reads a tensor of any device, strides and dtype of `DTYPES`.
+class OnDevice:
+    """The elements of a tensor that are still on its device.
 
-    Returns:
-        The dtype's name, the shape, and a numpy array of that shape with the same bits. The array shares the
-        tensor's memory if that is on the CPU; its own dtype is an integer of the same width, and it need not
-        be contiguous.
+    Attributes:
+        bytes: they, as one row of bytes. It may share the tensor's memory.
+    """
+
+    __slots__ = ("bytes",)
+
+    def __init__(self, plain: torch.Tensor) -> None:
+        import torch
+
+        _check_size(plain.nbytes)
+        self.bytes = plain.contiguous().reshape(-1).view(torch.uint8)
+
+    def __len__(self) -> int:
+        return self.bytes.numel()
+
+
+Piece = memoryview | OnDevice
+"""The elements of one tensor or array, as flat bytes."""
+
+_LARGEST = 2**32 - 1
+_AT_ONCE = 16 << 20
+"""What is brought home in one copy: it is put together on the device before, which takes as much memory again."""
+
+
+def at_home(pieces: Sequence[Piece]) -> list[memoryview]:
+    """Bring what is on a device to the host: small pieces in one copy, as each waits for the device."""
+    away = [piece.bytes for piece in pieces if isinstance(piece, OnDevice)]
+    if not away:
+        return [piece for piece in pieces if isinstance(piece, memoryview)]
+    import torch
+
+    alike = len({part.device for part in away}) == 1 and sum(part.numel() for part in away) <= _AT_ONCE
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        if len(away) > 1 and alike:
+            back = iter(torch.cat(away).cpu().split_with_sizes([part.numel() for part in away]))
+        else:
+            back = iter(tuple(part.cpu() for part in away))
+    return [flat(next(back).numpy()) if isinstance(piece, OnDevice) else piece for piece in pieces]
+
+
+def flat(array: np.ndarray[Any, Any]) -> memoryview:
+    """The elements of an array as flat bytes, without a copy where they are in one row.
 
     Raises:
-        Refusal: the tensor has no plain elements (sparse, quantized, meta, nested, a wrapper subclass).
+        Refusal: they are too many.
+    """
+    _check_size(array.nbytes)
+    whole = array if array.flags.c_contiguous else array.copy()
+    rows: Any = whole.reshape(-1).view("u1") if array.size else b""
+    return memoryview(rows).toreadonly()
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes > _LARGEST:
+        raise Refusal("it has 4 GiB or more; save it in parts")
+
+
+def bare(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """The name of a tensor's dtype, and the tensor with nothing but its elements, on its device.
+
+    Raises:
+        Refusal: it has no plain elements (sparse, quantized, meta, nested, a wrapper subclass).
     """
     import torch
 
@@ -62,16 +124,49 @@ def elements(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray[Any
         raise Refusal(f"a tensor of dtype {name}")
     with torch._C.DisableTorchFunction():
         plain = tensor.detach()
-        if plain.device.type != "cpu":
-            plain = plain.cpu()
         if plain.is_conj():
             plain = plain.resolve_conj()
         if plain.is_neg():
             plain = plain.resolve_neg()
+    return name, plain
+
+
+def elements(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], np.ndarray[Any, Any]]:
+    """Reads a tensor of any device, strides and dtype of `DTYPES`.
+
+    Returns:
+        The dtype's name, the shape, and a numpy array of that shape with the same bits. The array shares the
+        tensor's memory if that is on the CPU; its own dtype is an integer of the same width, and it need not
+        be contiguous.
+
+    Raises:
+        Refusal: see `bare`.
+    """
+    name, plain = bare(tensor)
+    return name, tuple(tensor.shape), _numbers(plain)
+
+
+def piece(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], Piece]:
+    """As `elements`, with the elements as flat bytes, which stay on the tensor's device.
+
+    Raises:
+        Refusal: see `bare`; or it is too large.
+    """
+    name, plain = bare(tensor)
+    if is_away(plain):
+        return name, tuple(tensor.shape), OnDevice(plain)
+    return name, tuple(tensor.shape), flat(_numbers(plain))
+
+
+def _numbers(plain: torch.Tensor) -> np.ndarray[Any, Any]:
+    import torch
+
+    with torch._C.DisableTorchFunction():
+        plain = plain.cpu()
         size = plain.element_size()
         if size < 16:
             plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-        return name, tuple(tensor.shape), plain.numpy()
+        return plain.numpy()
 
 
 def tensor(
@@ -92,7 +187,10 @@ def tensor(
         raise ValueError(f"no dtype {dtype!r}")
     if any(size < 0 for size in shape) or math.prod(shape) * kind.itemsize != len(data):
         raise ValueError(f"{len(data)} bytes do not make a {dtype} tensor of shape {list(shape)}")
-    with torch.inference_mode(False), torch._C.DisableTorchFunction():
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return tensor(dtype, shape, data, device)
+    with torch._C.DisableTorchFunction():
         if len(data):
             own = bytearray(data) if isinstance(data, bytes) or data.readonly else data
             made = torch.frombuffer(own, dtype=kind).view(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
@@ -130,7 +131,8 @@ def _assigned(site: Site, frame: FrameType) -> list[str]:
     return [name for name in site.stores if name not in site.global_names and name not in have and name != site.tracer]
 
 
-def _imports(tree: ast.With) -> set[str]:
+@lru_cache(maxsize=256)
+def _imports(tree: ast.With) -> frozenset[str]:
     """Names that `import` statements of the body bind."""
     statements = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return {alias.asname or alias.name.partition(".")[0] for node in statements for alias in node.names}
+    return frozenset(alias.asname or alias.name.partition(".")[0] for node in statements for alias in node.names)

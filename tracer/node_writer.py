@@ -9,7 +9,7 @@ from itertools import count, groupby
 from typing import TYPE_CHECKING, Any
 
 from . import buffers
-from .buffers import Refusal
+from .buffers import Piece, Refusal
 from .nodes import FACTORIES, NUMPY_DTYPE, Node, Tag
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 _PLAIN = frozenset({type(None), bool, float, str, bytes})
 _MIN, _MAX = -(2**63), 2**63 - 1
-_LARGEST = 2**32 - 1
 _MANY, _SMALL = 4, 1 << 14
 """Lists of this many tensors, of at most so many elements each, are one buffer."""
 
@@ -41,7 +40,7 @@ class Writer:
     """Builds the tree and the buffers of one message."""
 
     def __init__(self) -> None:
-        self.buffers: list[memoryview] = []
+        self.buffers: list[Piece] = []
         self._numbers: dict[int, int] = {}
         self._kept: list[object] = []  # numbers go by id, so whatever has one must stay alive
         self._open: set[int] = set()  # tuples and frozensets that are being written
@@ -127,12 +126,12 @@ class Writer:
             return None
         try:
             with torch.no_grad():
-                dtype, shape, array = buffers.elements(torch.stack(values))
+                dtype, shape, piece = buffers.piece(torch.stack(values))
         except (RuntimeError, NotImplementedError, Refusal):  # of several shapes or devices, or without plain elements
             return None
         self._numbers.update(zip(ids, count(len(self._numbers)), strict=False))
         self._kept += values
-        return [Tag.ALIKE, dtype, shape, self._buffer(array)]
+        return [Tag.ALIKE, dtype, shape, self._buffer(piece)]
 
     def entries(self, value: Mapping[Any, Any]) -> tuple[list[Node], list[Node]]:
         """The nodes of the keys and of the values of a mapping."""
@@ -144,21 +143,22 @@ class Writer:
 
     def _tensor(self, value: Any) -> Node:
         try:
-            dtype, shape, array = buffers.elements(value)
+            dtype, shape, piece = buffers.piece(value)
         except Refusal as error:
             raise Unsupported(str(error)) from None
-        return [Tag.TENSOR, dtype, shape, self._buffer(array)]
+        return [Tag.TENSOR, dtype, shape, self._buffer(piece)]
 
     def _array(self, value: Any) -> Node:
         if not _numpy_dtype.fullmatch(value.dtype.str):
             raise Unsupported(f"a numpy array of dtype {value.dtype}; numbers, text and times can be saved")
-        return [Tag.ARRAY, value.dtype.str, value.shape, self._buffer(value)]
+        try:
+            piece = buffers.flat(value)
+        except Refusal as error:
+            raise Unsupported(str(error)) from None
+        return [Tag.ARRAY, value.dtype.str, value.shape, self._buffer(piece)]
 
-    def _buffer(self, array: Any) -> int:
-        if array.nbytes > _LARGEST:
-            raise Unsupported("it has 4 GiB or more; save it in parts")
-        whole = array if array.flags.c_contiguous else array.copy()
-        self.buffers.append(memoryview(whole.reshape(-1).view("u1") if array.size else b"").toreadonly())
+    def _buffer(self, piece: Piece) -> int:
+        self.buffers.append(piece)
         return len(self.buffers) - 1
 
     def _library(self, value: Any, kind: type) -> Node:

@@ -187,13 +187,14 @@ class OuterTrace:
         self._sharing.check_unchanged(scope)
         home = self._sharing.home(named)
         invokes = self._tracer.invokes
+        takers = [invoke for invoke in invokes if invoke.takes]
         groups = [
             Group(
                 trace=invoke.trace,
                 index=invoke.index,
                 size=len(invokes),
                 takes=tuple(invoke.takes.items()),
-                gives=tuple(sorted({name for other in invokes for name in other.taken_from(invoke)})),
+                gives=tuple(sorted({name for other in takers for name in other.taken_from(invoke)})),
                 barriers=invoke.barriers,
                 shared=tuple(self._sharing.batches),
                 home=home,

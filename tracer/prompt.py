@@ -59,7 +59,7 @@ def tokenize(prompt: object, tokenizer: Any, vocabulary: int | None = None) -> P
             ) from error
         return _checked(list(tokenizer(text, add_special_tokens=False)["input_ids"]), text, vocabulary)
     if isinstance(prompt, list | tuple) and all(
-        isinstance(item, int) and not isinstance(item, bool) for item in prompt
+        issubclass(kind, int) and kind is not bool for kind in {*map(type, prompt)}
     ):
         return _checked(list(prompt), None, vocabulary)
     raise PromptError(
@@ -84,10 +84,9 @@ def _needed(tokenizer: Any, kind: str) -> Any:
 def _checked(ids: list[int], text: str | None, vocabulary: int | None) -> Prompt:
     if not ids:
         raise PromptError("the prompt is empty: the model needs at least one token (the tokenizer's BOS token, say).")
-    if vocabulary is not None:
-        wrong = [token for token in ids if not 0 <= token < vocabulary]
-        if wrong:
-            raise PromptError(f"token id {wrong[0]} is out of range: this model has ids 0 to {vocabulary - 1}.")
+    if vocabulary is not None and not (min(ids) >= 0 and max(ids) < vocabulary):
+        wrong = next(token for token in ids if not 0 <= token < vocabulary)
+        raise PromptError(f"token id {wrong} is out of range: this model has ids 0 to {vocabulary - 1}.")
     return Prompt(ids, text)
 
 

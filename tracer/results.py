@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..envoy.errors import InternalError, SaveError
+from .buffers import OnDevice, Piece, at_home
 from .node_reader import Reader
 from .node_writer import Unsupported, Writer
 from .nodes import VERSION, Message
@@ -38,10 +39,30 @@ class Packed(msgspec.Struct, frozen=True, array_like=True):
         return len(self.head) + sum(len(buffer) for buffer in self.buffers)
 
 
-def pack(saves: Mapping[str, object]) -> Packed:
+class Unsent(Packed, frozen=True, array_like=True):
+    """Saved values of which some are still on a device; whoever sends them has them brought home.
+
+    Attributes:
+        pieces: in the place of `buffers`, which has none.
+    """
+
+    pieces: list[Piece]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return len(self.head) + sum(map(len, self.pieces))
+
+    def at_home(self) -> Packed:
+        """Them, on the host."""
+        return Packed(self.head, at_home(self.pieces))
+
+
+def pack(saves: Mapping[str, object], *, later: bool = False) -> Packed:
     """Turns saved values into a head and buffers.
 
     Args:
+        later: leave what is on a device there (`Unsent`).
         saves: values by name. Supported are None, bool, int, float, complex, str, bytes, bytearray, range,
             slice; list, tuple, dict, set, frozenset, OrderedDict, defaultdict, Counter, deque of supported
             values; tensors of any device and shape; torch.Size, torch.dtype, torch.device,
@@ -60,11 +81,13 @@ def pack(saves: Mapping[str, object]) -> Packed:
         except RecursionError:
             raise SaveError(f"`{name}` cannot be saved: it is nested too deeply.") from None
     try:
-        return Packed(_encoder.encode(Message(VERSION, tree)), writer.buffers)
+        head = _encoder.encode(Message(VERSION, tree))
     except RecursionError:
         raise SaveError(f"`{'`, `'.join(saves)}` cannot be saved: nested too deeply.") from None
     except (ValueError, OverflowError) as error:
         raise SaveError(f"`{'`, `'.join(saves)}` cannot be saved: {error}.") from None
+    unsent = Unsent(head, [], writer.buffers)
+    return unsent if later and any(isinstance(piece, OnDevice) for piece in unsent.pieces) else unsent.at_home()
 
 
 def unpack(packed: Packed) -> dict[str, object]:

@@ -19,6 +19,7 @@ from .codec import encode
 
 _SHARED = frozenset({list, dict, set, bytearray, deque, OrderedDict, Counter, defaultdict})
 _AROUND = frozenset({tuple, frozenset})
+_BOTH = _SHARED | _AROUND
 
 
 class Sharing:
@@ -153,7 +154,7 @@ def _items(value: Any) -> list[object]:
 def _containers(values: Iterable[object]) -> list[object]:
     """The containers of the kinds that can be shared among the values and everything inside of them."""
     found: dict[int, object] = {}
-    todo = [value for value in values if type(value) in _SHARED or type(value) in _AROUND]
+    todo = [value for value in values if type(value) in _BOTH]
     seen: set[int] = set()
     while todo:
         value = todo.pop()
@@ -162,6 +163,7 @@ def _containers(values: Iterable[object]) -> list[object]:
         seen.add(id(value))
         if type(value) in _SHARED:
             found[id(value)] = value
-        if not isinstance(value, bytearray):
-            todo.extend(item for item in _items(value) if type(item) in _SHARED or type(item) in _AROUND)
+        items = _items(value) if not isinstance(value, bytearray) else []
+        if not {*map(type, items)}.isdisjoint(_BOTH):  # long lists of numbers are usual
+            todo.extend(item for item in items if type(item) in _BOTH)
     return list(found.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -81,7 +81,7 @@ class Engine(Lifecycle[LLM]):
         prompts: Sequence[Any],
         params: Sequence[SamplingParams],
         after: Sequence[Collection[int]],
-        ended: Callable[[int, RequestOutput, Call], Collection[int]],
+        ended: Callable[[Mapping[int, RequestOutput], Call], Collection[int]],
     ) -> None:
         """Run requests together, each to its end; all are aborted if the wait is interrupted.
 
@@ -89,8 +89,8 @@ class Engine(Lifecycle[LLM]):
             prompts: one for each request.
             params: the same.
             after: for each request, the numbers of those that must be over before it is sent.
-            ended: called for each request when it has ended, with its number, its output, and `call` for use in it;
-                says which requests are over now.
+            ended: called when some have ended, with their outputs by their numbers, and `call` for use in it; says
+                which requests are over now.
 
         Raises:
             SamplingError: vLLM refuses the parameters.
@@ -107,10 +107,10 @@ class Engine(Lifecycle[LLM]):
                     sent += ready
                 if not llm.llm_engine.has_unfinished_requests():
                     raise InternalError("the requests of a trace wait for each other.")
-                for output in llm.llm_engine.step():
-                    if output.finished:
-                        at = ids.index(_key(output.request_id, ids))
-                        over.update(ended(sent[at], cast("RequestOutput", output), partial(_call, llm)))
+                outputs = [cast("RequestOutput", output) for output in llm.llm_engine.step() if output.finished]
+                if outputs:
+                    places = [sent[ids.index(_key(output.request_id, ids))] for output in outputs]
+                    over.update(ended(dict(zip(places, outputs, strict=True)), partial(_call, llm)))
 
     def generate_each(
         self, requests: Iterator[Sent], room: int, ended: Callable[[str, RequestOutput, Call], None]
@@ -121,7 +121,7 @@ class Engine(Lifecycle[LLM]):
         Args:
             requests: taken as there is room for them.
             room: sizes that requests in the engine may have together; one alone may have more.
-            ended: called for each request when it has ended, as in `generate_all`.
+            ended: called for each request when it has ended, with its name, its output, and `call` for use in it.
 
         Raises:
             SamplingError: vLLM refuses the parameters.

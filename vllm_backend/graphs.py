@@ -10,7 +10,7 @@ They even begin the step behind it, if they asked for these ports in the last on
 
 At ports where somebody has, the graph ends and the next one begins. The blocks have their turns between the two, on the
 memory that the piece before has filled, and what they leave goes into memory of its own, which the next piece reads: an
-edit replaces, as everywhere.
+edit replaces, as everywhere. At the first of these, too, blocks begin the step that asked for it in the last one.
 
 A block may ask for a port that is not among these. If it does so before the forward, the step runs module by module. If
 it does so later, or edits where nobody did, the forward is run again from its beginning, module by module; ports that
@@ -27,7 +27,7 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,35 +36,16 @@ from ..interleaver.lagging_hub import LaggingHub
 from ..interleaver.structure import map_tensors, tensors_of
 from ..interleaver.supply import Supply
 from ..interleaver.torch_compat import copy_each
+from ..interleaver.values import put_rows
+from .captured import Forward, Key, Missed
 
 if TYPE_CHECKING:
     from ..envoy.address import Port
     from ..interleaver.hub import Hub
+    from ..interleaver.values import Change
     from ..interleaver.windows import Share
 
 Prepare = Callable[[bool], Callable[[], object]]
-
-
-class _Key(NamedTuple):
-    """What a captured forward is for.
-
-    Attributes:
-        rows: of the batch, with padding.
-        ports: that it serves.
-        breaks: those of them at which the graph ends and the next one begins.
-    """
-
-    rows: int
-    ports: frozenset[Port]
-    breaks: frozenset[Port]
-
-    def fits(self, rows: int, hub: Hub) -> bool:
-        """Whether it serves what blocks wait for, and breaks off exactly where some have edited."""
-        return (
-            self.rows == rows
-            and self.ports.issuperset(hub.wanted)
-            and self.breaks == self.ports.intersection(hub.replaced)
-        )
 
 
 _KEPT = 16
@@ -83,37 +64,6 @@ _GRAPH_AND_TURNS = 2
 _MOST_MISSES = 10
 _REMEMBERED = 1000
 _log = logging.getLogger(__name__)
-
-
-class Missed(Exception):
-    """The forward has to be run again.
-
-    Attributes:
-        edited: the port that was edited behind the forward; None if a block waits for one that is not captured.
-    """
-
-    def __init__(self, edited: Port | None) -> None:
-        super().__init__()
-        self.edited = edited
-
-
-class _Forward:
-    """One captured forward.
-
-    Attributes:
-        pieces: replays of graphs, and what is done between them, in order.
-        late: ports that are served from copies.
-        first: those that the first of the graphs passes.
-        output: what the model returned, in the memory of the last graph.
-        bytes: of the memory that ports have.
-    """
-
-    def __init__(self, late: Collection[Port]) -> None:
-        self.pieces: list[Callable[[], object]] = []
-        self.late = late
-        self.first: Supply | None = None
-        self.output: object = None
-        self.bytes = 0
 
 
 class Graphs:
@@ -139,10 +89,10 @@ class Graphs:
         self._on_gpu = graph is None
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
-        self._forwards: OrderedDict[_Key, _Forward] = OrderedDict()
-        self._seen: Counter[_Key] = Counter()
-        self._misses: Counter[_Key] = Counter()
-        self._too_large: set[_Key] = set()
+        self._forwards: OrderedDict[Key, Forward] = OrderedDict()
+        self._seen: Counter[Key] = Counter()
+        self._misses: Counter[Key] = Counter()
+        self._too_large: set[Key] = set()
         self._unfit = False
         self._left: list[object] = []
 
@@ -181,7 +131,7 @@ class Graphs:
             return self._replay(key, forward, hub, prepare)
         output = prepare(False)()
         ports = frozenset(hub.served)
-        key = _Key(rows, ports, ports.intersection(hub.replaced))
+        key = Key(rows, ports, ports.intersection(hub.replaced))
         if ports and len(ports) <= _MOST_PORTS and key not in self._forwards and key not in self._too_large:
             if len(self._seen) > _REMEMBERED:
                 self._seen.clear()
@@ -205,17 +155,17 @@ class Graphs:
         hub.keep(forward.first.passed)
         return forward.output
 
-    def _fitting(self, rows: int, hub: Hub) -> tuple[_Key, _Forward | None]:
+    def _fitting(self, rows: int, hub: Hub) -> tuple[Key, Forward | None]:
         """The forward that was used last among those with all ports that are waited for now."""
         for key in reversed(self._forwards):
             if key.fits(rows, hub):
                 self._forwards.move_to_end(key)
                 return key, self._forwards[key]
-        return _Key(rows, frozenset(), frozenset()), None
+        return Key(rows, frozenset(), frozenset()), None
 
     # --- replay
 
-    def _replay(self, key: _Key, forward: _Forward, hub: Hub, prepare: Prepare) -> object:
+    def _replay(self, key: Key, forward: Forward, hub: Hub, prepare: Prepare) -> object:
         self._hub, self._ports = hub, key.ports
         self.replayed += 1
         try:
@@ -223,11 +173,13 @@ class Graphs:
                 piece()
         except Missed as miss:
             self.missed += 1
-            if not self._left:  # blocks that began the step behind the forward do something else in this one
+            if not self._left and not miss.changes:  # blocks that began the step here do something else in this one
                 return self.run(key.rows, hub, prepare)
             if miss.edited is None:  # else there will be another one, with a break there
                 self._forwards.pop(key, None)
                 self._misses[key] += 1
+            if miss.changes:
+                return self._changed(miss.changes, prepare(False))
             return self._again(prepare(False))
         finally:
             self._left = []
@@ -235,9 +187,11 @@ class Graphs:
             hub.passes = forward.first
         return forward.output
 
-    def _serve(self, port: Port, value: object, goes_on: list[torch.Tensor]) -> None:
+    def _serve(self, supply: Supply, goes_on: list[torch.Tensor]) -> None:
         """A port between two pieces: what goes on is what passes there, or what the blocks put in its place."""
-        replaced = self._hub.fire(port, value)
+        ((port, value),) = supply.passed
+        with self._supplied(supply):
+            replaced = self._hub.fire(port, value)
         copy_each(goes_on, tensors_of(value if replaced is None else replaced))
         self._left.append(replaced)
         self._check()
@@ -248,14 +202,8 @@ class Graphs:
 
     def _serve_late(self, supply: Supply) -> None:
         """Ports that the piece before has passed."""
-        hub, entering = self._hub, self._entering
-        hub.supply(supply, entering)
-        try:
-            if entering:
-                self._entering = ()
-                hub.enter(entering)
-                if not supply.edits:
-                    self._check()
+        hub = self._hub
+        with self._supplied(supply):
             for at, (port, value) in enumerate(supply.passed):
                 if not hub.waited_for(port) and at not in supply.edits:
                     self._left.append(None)
@@ -266,6 +214,19 @@ class Graphs:
                 if replaced is not None:
                     raise Missed(port)
                 self._check()
+
+    @contextmanager
+    def _supplied(self, supply: Supply) -> Iterator[None]:
+        """The ports of a supply fire in this context; blocks that have yet to begin the step do so before."""
+        hub, entering = self._hub, self._entering
+        hub.supply(supply, entering)
+        try:
+            if entering:
+                self._entering = ()
+                hub.enter(entering)
+                if not self._ports.issuperset(hub.wanted):
+                    raise Missed(None, {supply.passed[at][0]: changes for at, changes in supply.edits.items()})
+            yield
         finally:
             hub.end_supply()
 
@@ -295,9 +256,24 @@ class Graphs:
             finally:
                 hooks.clear()
 
+    def _changed(self, changes: Mapping[Port, list[Change]], call: Callable[[], object]) -> object:
+        """The forward module by module, with what blocks have put at ports that they were at before it."""
+
+        def put(port: Port, value: object) -> object:
+            return None if port not in changes or self._hub.calls.inside else put_rows(value, changes[port], port)
+
+        hooks = Hooks(self._model, put)
+        for port in changes:
+            hooks.watch(port)
+        self._hub.replaced.update(changes)
+        try:
+            return call()
+        finally:
+            hooks.clear()
+
     # --- capture
 
-    def _try_capture(self, key: _Key, hub: Hub, prepare: Prepare) -> None:
+    def _try_capture(self, key: Key, hub: Hub, prepare: Prepare) -> None:
         try:
             forward = self._capture(key.ports, key.breaks, hub, prepare(True))
         except Exception:
@@ -315,8 +291,8 @@ class Graphs:
 
     def _capture(
         self, ports: frozenset[Port], breaks: frozenset[Port], hub: Hub, call: Callable[[], object]
-    ) -> _Forward:
-        forward = _Forward(ports - breaks)
+    ) -> Forward:
+        forward = Forward(ports - breaks)
         passed: list[tuple[Port, object]] = []
         graph: Any = None
 
@@ -348,8 +324,10 @@ class Graphs:
                 return None
             end()
             goes_on = map_tensors(value, lambda tensor: own(tensor, torch.empty_like))
-            targets = tensors_of(goes_on)
-            forward.pieces.append(lambda: self._serve(port, value, targets))
+            targets, supply = tensors_of(goes_on), Supply([(port, value)], hub.tree.places)
+            if len(forward.pieces) == 1:
+                forward.first = supply
+            forward.pieces.append(lambda: self._serve(supply, targets))
             begin()
             return goes_on
 

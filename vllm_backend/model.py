@@ -223,7 +223,7 @@ class VLLM(RootEnvoy):
 
     def _tokenizer_for(self, prompt: object) -> Any:
         """The tokenizer where the prompt needs it: loading one takes a moment, and token ids do without."""
-        messages = isinstance(prompt, list | tuple) and any(isinstance(item, Mapping) for item in prompt)
+        messages = isinstance(prompt, list | tuple) and any(issubclass(kind, Mapping) for kind in {*map(type, prompt)})
         return self.tokenizer if messages or isinstance(prompt, str) else None
 
     def _check_length(self, prompt: Prompt) -> None:

@@ -31,6 +31,7 @@ TOKEN_BYTES = 16
 STATE = 16  # a `State`, written by the worker
 TAKEN = 17  # not zero when the client has opened the file, written by the client
 ERROR = 18  # number of the error for which the copy failed, written by the worker
+LENT = 19  # a `Lending`
 
 ALIGNMENT = 64
 
@@ -41,6 +42,19 @@ class State(IntEnum):
     COPYING = 0
     DONE = 1
     FAILED = 2
+
+
+class Lending(IntEnum):
+    """Whether a file is used again."""
+
+    GIVEN = 0
+    """It is not."""
+
+    LENT = 1
+    """It is, when the client has let go of all that is in it; written by the worker."""
+
+    RETURNED = 2
+    """The client has; written by the client, or by the worker where no client came."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):

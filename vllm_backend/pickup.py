@@ -11,6 +11,7 @@ import logging
 import os
 import stat
 import time
+import weakref
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -22,7 +23,7 @@ from msgspec import structs
 from ..envoy.errors import EngineDiedError, InternalError, SaveError
 from ..tracer.backend import Reply
 from ..tracer.results import Packed
-from .parcel import ERROR, FILE_NAME, HEADER, STATE, TAKEN, TOKEN_BYTES, Parcel, State, Ticket
+from .parcel import ERROR, FILE_NAME, HEADER, LENT, STATE, TAKEN, TOKEN_BYTES, Lending, Parcel, State, Ticket
 
 _PAUSE = 0.001
 _SLICE = 1 << 20
@@ -55,19 +56,34 @@ def receive(data: bytes, trace: str, call: Callable[..., Any]) -> Reply:
         EngineDiedError: the engine has died in the middle of its copy.
         InternalError: the parcel is not one.
     """
-    parcel = decoded(data)
-    ticket = parcel.ticket
-    if ticket is None:
-        return parcel.reply
-    try:
-        memory = opened(ticket)
-    except Elsewhere as error:
-        _warn_once(str(error))
-        memory = _by_slices(ticket, trace, call)
-    else:
-        while not is_done(ticket, memory):
+    return Arriving(data, trace, call).reply()
+
+
+class Arriving:
+    """A reply whose saves may still be on their way into a file, which is opened here.
+
+    The arguments, and what making one and `reply` raise, are those of `receive`.
+    """
+
+    def __init__(self, data: bytes, trace: str, call: Callable[..., Any]) -> None:
+        parcel = decoded(data)
+        self._reply, self._ticket = parcel.reply, parcel.ticket
+        self._memory = memoryview(b"")
+        if self._ticket is None:
+            return
+        try:
+            self._memory = opened(self._ticket)
+        except Elsewhere as error:
+            _warn_once(str(error))
+            self._memory = _by_slices(self._ticket, trace, call)
+
+    def reply(self) -> Reply:
+        """The reply with all its saves, for which this waits."""
+        if self._ticket is None:
+            return self._reply
+        while not is_done(self._ticket, self._memory):
             time.sleep(_PAUSE)
-    return completed(parcel.reply, ticket, memory)
+        return completed(self._reply, self._ticket, self._memory)
 
 
 def decoded(data: bytes) -> Parcel:
@@ -101,18 +117,40 @@ def opened(ticket: Ticket) -> memoryview:
         raise Elsewhere(f"the engine's file cannot be opened ({error.strerror})") from error
     try:
         found = os.fstat(fd)
-        same = found.st_ino == ticket.inode and found.st_size == size
+        lent = os.pread(fd, 1, LENT) == bytes([Lending.LENT])  # then it may be larger
+        same = found.st_ino == ticket.inode and (found.st_size == size or (lent and found.st_size > size))
         if not same or len(ticket.token) != TOKEN_BYTES or os.pread(fd, TOKEN_BYTES, 0) != ticket.token:
             raise Elsewhere("what the ticket names is not the engine's file")
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALED != _SEALED:
             raise Elsewhere("the engine's file may shrink")
         memory = _map(fd, size)
+        if lent:
+            when_gone = weakref.finalize(memory.obj, _give_back, _map(fd, HEADER), _forks)
+            when_gone.atexit = False
         os.pwrite(fd, b"\1", TAKEN)
     except (OSError, RuntimeError) as error:
         raise Elsewhere(f"the engine's file cannot be mapped ({error})") from error
     finally:
         os.close(fd)
     return memory
+
+
+_forks = 0
+"""How often this process has forked. A child has its mappings, too, and nobody knows how long it needs them."""
+
+
+def _note_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(before=_note_fork)
+
+
+def _give_back(header: memoryview, forks: int) -> None:
+    """Nothing here is in a file any more: the worker may use it again."""
+    if forks == _forks:
+        header[LENT] = Lending.RETURNED
 
 
 def _map(fd: int, size: int) -> memoryview:

@@ -20,7 +20,6 @@ from ..interleaver.group import Groups
 from ..interleaver.hub import Hub
 from ..interleaver.lagging_hub import LaggingHub
 from ..interleaver.launch import launch
-from ..interleaver.outcome import reply_of
 from ..interleaver.staged_hub import Staged
 from ..interleaver.supply import Supply
 from ..tracer.block import Payload, TensorBlob
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from .adapter import NewRequest, RunnerAdapter
     from .graphs import Graphs
     from .in_band import Cargo
-
 
 _LOGITS = -1
 """The number of all supplies that hold the logits."""
@@ -275,10 +273,13 @@ class Serving:
         known = self._traces.fetched(trace)
         with torch.inference_mode():
             hub.end(known.request_id, decode_output(output))
-        first = known.launched.mediator.index == 0  # of its trace
-        reply = reply_of(known.launched, hub.learned if first else None)
+            parcel = self._traces.parcel(trace, known, hub)
         hub.remove(known.request_id)
-        return self.outbox.send(trace, reply)
+        return parcel
+
+    def collect_all(self, asked: Sequence[tuple[str, bytes]]) -> bytes:
+        """`collect` for several, in order; nothing where another worker answers."""
+        return msgspec.msgpack.encode(parcels) if any(parcels := [self.collect(*one) for one in asked]) else b""
 
     def discard(self, trace: str) -> None:
         """Forget a trace whose caller has given up."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from typing import NamedTuple, cast
 from uuid import uuid4
@@ -19,10 +19,13 @@ from ..tracer.failure import describe
 from ..tracer.prompt import Prompt
 from .engine import Call, Engine
 from .in_band import unpacked
-from .pickup import receive
+from .pickup import Arriving, receive
 from .request_output import encode_output
 from .samples import joined, rejoined, split, split_group
 from .settings import KEY
+
+_AT_ONCE = 16
+"""Blocks that one call collects: small saves come along, and the engine stands still for as long."""
 
 ATTEMPTS = 3
 """How often a trace is run that is preempted again and again, before its error is the caller's."""
@@ -155,16 +158,19 @@ class SyncBackend:
         groups = [payload.group for payload in payloads if payload.group is not None]
         company = meets(groups)
         outputs: dict[int, RequestOutput] = {}
-        outcomes: dict[int, tuple[Reply, RequestOutput]] = {}
+        arriving: dict[int, Arriving] = {}
 
-        def ended(index: int, output: RequestOutput, call: Call) -> Collection[int]:
-            outputs[index] = output
-            for at in sorted(outputs.keys() - outcomes.keys()):
-                if outputs.keys() >= company[at]:
-                    trace = payloads[at].trace
-                    reply = receive(call("invivo_collect", trace, encode_output(outputs[at])), trace, call)
-                    outcomes[at] = checked(reply, outputs[at], groups[at]), outputs[at]
-            return outcomes
+        def ended(finished: Mapping[int, RequestOutput], call: Call) -> Collection[int]:
+            outputs.update(finished)
+            ready = [at for at in sorted(outputs.keys() - arriving.keys()) if outputs.keys() >= company[at]]
+            for some in [ready[start : start + _AT_ONCE] for start in range(0, len(ready), _AT_ONCE)]:
+                asked = [(payloads[at].trace, encode_output(outputs[at])) for at in some]
+                parcels = msgspec.msgpack.decode(call("invivo_collect_all", asked), type=list[bytes])
+                for at, parcel in zip(some, parcels, strict=True):
+                    arriving[at] = Arriving(parcel, payloads[at].trace, call)
+                    if groups[at].gives or groups[at].shared:
+                        arriving[at].reply()  # others may change what it saved
+            return arriving
 
         prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
         self._engine.start()  # apart: one that cannot start has nothing to forget
@@ -174,12 +180,13 @@ class SyncBackend:
             self._engine.generate_all(
                 [prompt for prompt, _ in prepared], [params for _, params in prepared], ends_before(groups), ended
             )
+            replies = [arriving[index].reply() for index in range(len(payloads))]  # large saves may still be copied
         except EngineDiedError:
             raise
         except BaseException:
             self._engine.call("invivo_discard_group", groups[0].trace, [payload.trace for payload in payloads])
             raise
-        return [outcomes[index] for index in range(len(payloads))]
+        return [(checked(reply, outputs[at], groups[at]), outputs[at]) for at, reply in enumerate(replies)]
 
 
 def was_preempted(reply: Reply) -> bool:

@@ -29,7 +29,8 @@ class Known:
         launched: its block.
         group: the trace of several invokes that it belongs to. If there is none, the reply goes home with the outputs,
             provided that the block ends before its request does.
-        reply: the reply that went.
+        reply: the reply that went, or waits to be fetched.
+        parcel: the one that waits, ready to be sent.
         left: when its request left the engine.
     """
 
@@ -38,7 +39,19 @@ class Known:
         self.launched = launched
         self.group = group
         self.reply: Reply | None = None
+        self.parcel: bytes | None = None
         self.left: float | None = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether the reply went with the outputs."""
+        return self.reply is not None and self.group is None
+
+    @property
+    def own(self) -> bool:
+        """Whether no other block may change what this one saved, so that it can be copied later."""
+        member = self.launched.mediator.member
+        return member is None or member.own
 
 
 class Traces:
@@ -77,7 +90,7 @@ class Traces:
             InternalError: there is none, or its reply has gone in band.
         """
         known = self._known.get(trace)
-        if known is None or known.reply is not None:
+        if known is None or known.gone:
             raise InternalError(f"the engine has no trace {trace}: it never started, or its reply was sent before.")
         return self._known.pop(trace)
 
@@ -91,8 +104,10 @@ class Traces:
         for trace, known in self._known.items():
             mediator = known.launched.mediator
             streamed = mediator.streamed.take() if mediator.streamed is not None else []
-            ready = mediator.done and known.group is None and known.left is None
+            ready = mediator.done and known.left is None and (known.group is None or known.own)
             reply = self._reply(trace, known, hub) if ready else None
+            if known.group is not None and reply is not None:  # it is fetched, but the copy of what it saved begins now
+                known.parcel, reply = reply, None
             if streamed or reply is not None:
                 cargo[known.request_id] = Cargo(streamed, reply)
         return cargo
@@ -104,7 +119,8 @@ class Traces:
         for trace, known in list(self._known.items()):
             if known.request_id in requests and known.left is None:
                 known.left = now
-                if known.reply is not None or (not self._last and known.group is None):
+                if known.gone or (not self._last and known.group is None):
+                    self._outbox.release(trace)
                     self._forget(trace, hub)
                 else:
                     hub.left(known.request_id)
@@ -119,10 +135,20 @@ class Traces:
                 waiting.append((known.left, trace))
         for at, (left, trace) in enumerate(sorted(waiting, reverse=True)):
             if at >= KEPT or now - left > KEPT_SECONDS:
+                self._outbox.drop(trace)
                 self._forget(trace, hub)
 
     def _forget(self, trace: str, hub: Hub) -> None:
         hub.remove(self._known.pop(trace).request_id)
+
+    def parcel(self, trace: str, known: Known, hub: Hub) -> bytes:
+        """What is sent to a caller that fetches the reply of a block that has ended."""
+        parcel = self._reply(trace, known, hub)
+        self._outbox.release(trace)
+        if parcel is None:
+            parcel = known.parcel
+        assert parcel is not None, "it was not fetched before"
+        return parcel
 
     def _reply(self, trace: str, known: Known, hub: Hub) -> bytes | None:
         """The reply, ready to be sent, of a block that has ended; None if it has gone already.
@@ -131,10 +157,11 @@ class Traces:
         """
         mediator = known.launched.mediator
         if known.reply is None:
-            known.reply = reply_of(known.launched, hub.learned)
+            first = mediator.index == 0  # of its trace
+            known.reply = reply_of(known.launched, hub.learned if first else None, later=known.own)
         elif mediator.failure is not None:
             known.reply = structs.replace(known.reply, failure=failure_of(known.launched))
             mediator.forget()
         else:
             return None
-        return self._outbox.send(trace, known.reply)
+        return self._outbox.send(trace, known.reply, held=True)

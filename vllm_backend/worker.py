@@ -59,6 +59,7 @@ def attach(wrapper: WorkerWrapperBase) -> None:
     runner.serving = serving
     exchange_trees(worker)
     worker.invivo_collect = serving.collect
+    worker.invivo_collect_all = serving.collect_all
     worker.invivo_fetch = serving.outbox.fetch
     worker.invivo_drop = serving.outbox.drop
     worker.invivo_discard = serving.discard

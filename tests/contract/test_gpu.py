@@ -225,6 +225,32 @@ def test_tensors_of_the_gpu_come_home_as_tensors_of_the_cpu(model: VLLM) -> None
     assert (len(small), int(large[-1])) == (STEPS, 2**20 - 1)
 
 
+def test_large_saves_are_copied_by_the_gpu_into_files_that_are_used_again(model: VLLM) -> None:
+    prompts = [[n] * 100 for n in range(3, 9)]
+
+    def run(times: int) -> list[list[torch.Tensor]]:
+        with model.trace(max_tokens=4, temperature=0, ignore_eos=True) as tracer:
+            for prompt in prompts:
+                with tracer.invoke(prompt):
+                    hidden, residual = model.model.layers[1].output
+                    seen: Any = [hidden.repeat(times, 1), residual.repeat(times, 1), hidden[::2], hidden.T]
+                    seen.save()
+        return [one.saves["seen"] for one in tracer.invokes]
+
+    small, files = run(1), runner(model).serving.outbox._files
+    run(80)
+    model.check_integrity()
+    kept = {file.inode for file in files._kept}
+    for _ in range(3):
+        for found, expected in zip(run(80), small, strict=True):
+            assert all(torch.equal(a, b.repeat(80, 1)) for a, b in zip(found[:2], expected[:2], strict=True))
+            assert torch.equal(found[2], expected[2]) and torch.equal(found[3], expected[3])
+            found[0].zero_()
+        del found
+        model.check_integrity()
+    assert kept and {file.inode for file in files._kept} == kept
+
+
 def test_a_tensor_of_another_device_is_refused(model: VLLM) -> None:
     with pytest.raises(Exception, match=r"on cuda:0, and got bfloat16 \[20, 128\]: the device must be the same"):
         with model.trace(PROMPT, max_tokens=1, temperature=0):

@@ -68,7 +68,7 @@ def test_memory_goes_back_on_every_side(smollm2: Any) -> None:
     assert shared(processes)[0] - before[0] > 4 * ONE
     del kept
     gc.collect()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 40  # what a GPU copies to is kept for some seconds
     while any(now - earlier > 1 for now, earlier in zip(shared(processes), before, strict=True)):
         assert time.monotonic() < deadline, (before, shared(processes))
         time.sleep(0.1)

@@ -201,6 +201,30 @@ def test_a_step_that_begins_behind_the_forward_may_be_another_one() -> None:
     assert both(changes, reads, steps=14, alone=False).entered == 0
 
 
+def test_blocks_that_edit_begin_the_step_where_the_graph_breaks_off() -> None:
+    @every_step
+    def edits(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        hidden, residual = mediator.read(out("layers.1"), "output")  # type: ignore[misc]
+        if step == 9:
+            seen.append(mediator.read(out("layers.1.mlp"), "output") if step % 2 == 0 else hidden)  # type: ignore[arg-type]
+        elif step == 10:
+            seen.append(hidden)
+            return
+        hidden += step
+        residual[:] *= 2
+        seen.append(mediator.read(out("layers.2.attn"), "output"))  # type: ignore[arg-type]
+
+    @every_step
+    def elsewhere(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:
+        address = "layers.0.attn" if step == 11 else "layers.1"
+        seen.append(mediator.read(out(address), "output")[0])  # type: ignore[index]
+
+    engine = both(edits, reads, steps=14)
+    assert engine.entered >= 7
+    assert both(edits, edits, elsewhere, steps=16).entered >= 20
+    assert both(edits, edits, steps=14, alone=False).entered == 0
+
+
 def test_what_was_read_stays_what_it_was() -> None:
     @every_step
     def keeps(mediator: Mediator, seen: list[torch.Tensor], step: int) -> None:

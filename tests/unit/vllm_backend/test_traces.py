@@ -106,6 +106,23 @@ def test_a_block_that_ended_well_and_whose_request_is_computed_again() -> None:
     worker.hub.check_integrity()
 
 
+@pytest.mark.parametrize("home", [True, False])
+def test_the_reply_of_one_of_several_blocks_waits_to_be_fetched(home: bool) -> None:
+    worker = Worker()
+    worker.traces._outbox = Outbox(home=home)
+    worker.add("a", ends, "a group")
+    assert worker.step("a")["a"][1] is None
+    assert worker.step("a", number=1) == {}
+    worker.leave("a")
+    known = worker.traces.fetched("trace a")
+    parcel = worker.traces.parcel("trace a", known, worker.hub)
+    assert parcel == known.parcel and bool(parcel) is home
+    if home:
+        assert unpack(decoded(parcel).reply.saves).keys() == {"h"}
+    worker.hub.remove("a")
+    assert not worker.traces
+
+
 def test_a_block_that_goes_on_is_fetched() -> None:
     worker = Worker()
     worker.add("a", goes_on)
