@@ -53,8 +53,9 @@ class StepRange:
 
 def _steps(key: Key) -> tuple[Iterable[int], int | None]:
     """The steps that a key selects, and how many they are (None: open)."""
-    if hasattr(key, "tolist"):  # a tensor or an array
-        key = key.tolist()
+    to_list = getattr(key, "tolist", None)  # of a tensor or an array
+    if to_list is not None:
+        key = to_list()
     if isinstance(key, slice):
         start = 0 if key.start is None else _whole(key.start, key)
         stride = 1 if key.step is None else _whole(key.step, key)
