@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 
 import numpy as np
@@ -19,10 +20,10 @@ def check_fit(expected: object, given: object, where: str) -> None:
     """
     if isinstance(expected, torch.Tensor):
         if not isinstance(given, torch.Tensor):
-            raise WriteError(
-                f"{where} takes {describe(expected)}, and got {_kind(given)}. To fill it with one value, write "
-                f"`{where}[:] = ...`."
-            )
+            advice = f"To fill it with one value, write `{where}[:] = ...`."
+            if not isinstance(given, numbers.Number):
+                advice = "Give it a tensor (`torch.as_tensor(...)`), or edit the rows in place."
+            raise WriteError(f"{where} takes {describe(expected)}, and got {_kind(given)}. {advice}")
         differences = [
             name
             for name, a, b in (

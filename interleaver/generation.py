@@ -13,7 +13,7 @@ import torch
 
 from ..envoy.address import suggestion
 from ..envoy.errors import PromptError, SamplingError, UnsupportedError
-from ..tracer.prompt import tokenize
+from ..tracer.prompt import check_alone, tokenize
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,15 @@ def is_prompt(module: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping
     A tensor could be either: it is a prompt if it has one dimension, or if there are sampling arguments.
 
     Raises:
-        PromptError: more than one prompt, or none.
+        PromptError: more than one prompt, or none, or a text for a model of transformers that does not generate.
         SamplingError: an argument that is neither of sampling nor of the module's forward.
     """
     if not generates(module):
+        _check_no_text(module, args)
         return False
     sampling = any(name in SAMPLING for name in kwargs)
-    if len(args) > 1 and (sampling or any(isinstance(arg, str) for arg in args)):
-        raise PromptError(
-            f"a trace takes one prompt, and got {len(args)}. For several, leave the prompt out of `trace(...)` and "
-            "give each to a `with tracer.invoke(prompt):` in its body."
-        )
+    if sampling or any(isinstance(arg, str) for arg in args):
+        check_alone(len(args))
     if sampling and not args:
         sampling_of(kwargs)
         raise PromptError("there is no prompt: it is the first argument, before the sampling arguments.")
@@ -105,6 +103,15 @@ def is_prompt(module: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping
         return True
     _check_call(module, args, kwargs)
     return False
+
+
+def _check_no_text(module: torch.nn.Module, args: tuple[object, ...]) -> None:
+    """Refuse a text where none can be meant; other modules may take texts."""
+    if args and isinstance(args[0], str) and hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
+        raise PromptError(
+            f"{type(module).__name__} is no language model that `Local` generates with, so a trace calls it with the "
+            'arguments of its forward, which takes no text: `model.trace(**tokenizer(text, return_tensors="pt"))`.'
+        )
 
 
 def _check_call(module: torch.nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:

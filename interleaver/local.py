@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from msgspec import structs
 
 from ..envoy import active
 from ..envoy.address import LOGITS, SAMPLES, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
-from ..envoy.errors import InternalError, InvivoError, MisuseError
+from ..envoy.errors import InternalError, InvivoError, MisuseError, PortNotReachedError, PortPassedError
 from ..tracer.backend import Reply
 from ..tracer.block import Payload
 from ..tracer.outer import OuterTrace
@@ -41,6 +42,12 @@ from .outcome import reply_of
 from .windows import Share
 
 _REQUEST = "local"
+
+_OUT_OF_ORDER = (PortPassedError.__qualname__, PortNotReachedError.__qualname__)
+_DOUBT = (
+    "the order is that of an earlier trace. If it depends on what the model is called with, run this trace again: it "
+    "is learned anew."
+)
 
 _ONE_AT_A_TIME = threading.RLock()
 """Held while a trace runs: blocks change torch's state (`modes`), which the threads of a process share."""
@@ -82,7 +89,7 @@ class Local(RootEnvoy):
         save_limit: bytes that a block may save, of a trace of several each one.
 
     Raises:
-        MisuseError: a limit that is no positive number.
+        MisuseError: what is given is no module, or a limit is no positive number.
     """
 
     def __init__(
@@ -94,11 +101,17 @@ class Local(RootEnvoy):
         memory_limit: float | None = None,
         save_limit: int | None = None,
     ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise MisuseError(
+                f"`Local` takes a torch.nn.Module, and got {type(module).__name__}. For a model by its name, load it "
+                "with transformers first, or use `VLLM(name)`."
+            )
         self._limits = limits(time_limit, memory_limit, save_limit)
         self._hub = Hub(module)
         super().__init__(self._hub.tree, "")
         self._module = module
         self._modules = dict(module.named_modules(remove_duplicate=False))
+        self._doubted = False
         self._tokenizer = tokenizer
 
     def trace(self, *args: object, **kwargs: Any) -> Trace | OuterTrace:
@@ -122,9 +135,12 @@ class Local(RootEnvoy):
         return Trace(self, backend, *self._request(args, kwargs))
 
     def _see_modules(self) -> None:
-        """Take in modules that were put in, replaced or taken out (by PEFT, say) since the last trace."""
+        """Take in modules that were put in, replaced or taken out (by PEFT, say) since the last trace.
+
+        What was known of the order goes, too, after a trace that it refused a port: it may depend on the data.
+        """
         modules = dict(self._module.named_modules(remove_duplicate=False))
-        if modules == self._modules:
+        if modules == self._modules and not self._doubted:
             return
         with _ONE_AT_A_TIME:
             if self._hub.mediators:
@@ -132,7 +148,7 @@ class Local(RootEnvoy):
             hub = Hub(self._module)
             self._tree.renew(hub.tree.modules)
             hub.tree = self._tree  # all Envoys have it
-            self._hub, self._modules = hub, modules
+            self._hub, self._modules, self._doubted = hub, modules, False
             self._known.clear()
 
     def _request(self, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[object, int]:
@@ -236,8 +252,17 @@ class _LocalBackend:
                 return
             if result is not None:
                 hub.end(run.key, result)
-                run.outcome = reply_of(run.launched, hub.learned if run.fresh else None), result
+                reply = reply_of(run.launched, hub.learned if run.fresh else None)
+                run.outcome = reply if run.fresh else self._doubting(reply), result
                 hub.remove(run.key)
+
+    def _doubting(self, reply: Reply) -> Reply:
+        """A reply; if the block was refused a port because of the order of an earlier trace, that is not relied on."""
+        if reply.failure is None or reply.failure.qualname not in _OUT_OF_ORDER:
+            return reply
+        self._model._doubted = True
+        notes = (*reply.failure.notes, _DOUBT)
+        return structs.replace(reply, failure=structs.replace(reply.failure, notes=notes))
 
     def _failed(self, run: _Run, launched: Launched, error: Exception) -> None:
         """The model itself has failed: so has the block, which keeps what it has saved."""

@@ -1,6 +1,7 @@
 """How many bytes a block has saved.
 
 Counted is the memory that saved values hold: each storage of tensors once and whole, also where a view of it is saved.
+If what is sent is more, that counts: the elements of each value. An expanded tensor holds little and sends much.
 At a hand-over only what came since the last one is looked at: new saves, and the new ends of saved lists, deques and
 dicts. What grows deeper inside is found by counting everything again, at most once in as many hand-overs as there are
 items. So a count at a hand-over may be late or, after replacements, too high; one that is over the limit is made
@@ -27,18 +28,20 @@ _AT_ONCE = 8
 
 
 class Meter:
-    """The size of what one block saves.
-
-    Attributes:
-        total: bytes, as far as counted.
-    """
+    """The size of what one block saves."""
 
     def __init__(self) -> None:
         self._start()
 
+    @property
+    def total(self) -> int:
+        """Bytes, as far as counted."""
+        return max(self._held, self._sent)
+
     def _start(self) -> None:
-        self.total = 0
+        self._held = self._sent = 0
         self._storages: set[int] = set()
+        self._senders: set[int] = set()
         self._taken = 0
         self._items = 0
         self._changing = 0
@@ -77,11 +80,13 @@ class Meter:
                     self._changing += isinstance(item, _CHANGING)
                     todo.extend(item.values() if isinstance(item, dict) else item)
             elif isinstance(item, np.ndarray):
+                self._note_sent(item, item.nbytes)
                 while isinstance(item.base, np.ndarray):
                     item = item.base
                 self._note(item.__array_interface__["data"][0], item.nbytes)
             elif isinstance(item, bytes | bytearray | str):
                 self._note(id(item), len(item))
+                self._note_sent(item, len(item))
         return self.total - before
 
     def _take_new(self, saved: Sequence[Saved]) -> None:
@@ -108,13 +113,19 @@ class Meter:
             key = storage.data_ptr()
         except (RuntimeError, NotImplementedError):  # a sparse tensor, or another kind without storage
             return
-        if key not in self._storages and not tensor.is_meta:
+        if not tensor.is_meta:
             self._note(key, storage.nbytes())
+            self._note_sent(tensor, tensor.numel() * tensor.element_size())
 
     def _note(self, key: int, size: int) -> None:
         if key not in self._storages:
             self._storages.add(key)
-            self.total += size
+            self._held += size
+
+    def _note_sent(self, value: object, size: int) -> None:
+        if id(value) not in self._senders:
+            self._senders.add(id(value))
+            self._sent += size
 
 
 def fitting(values: Mapping[str, object], limit: int | None) -> dict[str, object]:

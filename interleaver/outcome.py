@@ -14,7 +14,7 @@ from ..tracer.block import Block
 from ..tracer.failure import Failure, describe
 from ..tracer.naming import held, saved_by_name, unheld
 from ..tracer.results import Packed, pack
-from ..tracer.tracebacks import FrameLine
+from ..tracer.tracebacks import FrameLine, valid
 from .launch import Launched
 from .mediator import Mediator
 
@@ -140,7 +140,7 @@ def _unsendable(launched: Launched, named: dict[str, object], error: SaveError) 
 
 
 def _printed(launched: Launched) -> str:
-    return launched.printed.getvalue() if launched.printed is not None else ""
+    return valid(launched.printed.getvalue()) if launched.printed is not None else ""
 
 
 def named_saves(mediator: Mediator) -> dict[str, object]:

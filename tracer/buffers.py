@@ -122,6 +122,8 @@ def bare(tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
         raise Refusal(f"a quantized tensor ({name}); use `.dequantize()`")
     if name not in DTYPES:
         raise Refusal(f"a tensor of dtype {name}")
+    if tensor.untyped_storage().nbytes() < _reach(tensor) * tensor.element_size():
+        raise Refusal("a tensor whose memory was given back (`storage.resize_`)")
     with torch._C.DisableTorchFunction():
         plain = tensor.detach()
         if plain.is_conj():
@@ -167,6 +169,13 @@ def _numbers(plain: torch.Tensor) -> np.ndarray[Any, Any]:
         if size < 16:
             plain = plain.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
         return plain.numpy()
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Elements of its storage up to the last one that a tensor has."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return int(tensor.storage_offset()) + int(last) + 1 if tensor.numel() else 0
 
 
 def tensor(

@@ -24,6 +24,7 @@ from .frames import release
 from .instructions import Entry, enter_of
 from .names import Flow, mangle
 from .permitted import Kind, check_permitted
+from .tracebacks import valid
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -298,7 +299,7 @@ def _site(
     first, last = tree.lineno, tree.end_lineno or tree.lineno
     block = Block(
         source="".join(lines[first - 1 : last]),
-        filename=code.co_filename,
+        filename=valid(code.co_filename),
         lineno=first,
         item=item,
         name=code.co_name,

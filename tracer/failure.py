@@ -15,7 +15,7 @@ import msgspec
 
 from ..envoy.errors import BlockError, InternalError, InvivoError
 from .results import from_bytes, to_bytes
-from .tracebacks import FrameLine, frame_lines, make_traceback
+from .tracebacks import FrameLine, frame_lines, make_traceback, valid
 from .types_by_name import find_type, full_name
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def _describe(
         notes.append(hint)
     kind = type(error)
     return Failure(
-        module=str(kind.__module__),
-        qualname=kind.__qualname__,
+        module=_sent(str(kind.__module__)),
+        qualname=_sent(kind.__qualname__),
         args=args,
         message=message,
         frames=frames,
@@ -143,7 +143,7 @@ def _sent(text: str) -> str:
     """Text that fits a message: valid UTF-8 and of a sensible length."""
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
-    return text.encode("utf-8", "backslashreplace").decode()
+    return valid(text)
 
 
 def _hint(error: BaseException, message: str) -> str | None:

@@ -53,6 +53,9 @@ class StepRange:
 
 def _steps(key: Key) -> tuple[Iterable[int], int | None]:
     """The steps that a key selects, and how many they are (None: open)."""
+    to_list = getattr(key, "tolist", None)  # of a tensor or an array
+    if to_list is not None:
+        key = to_list()
     if isinstance(key, slice):
         start = 0 if key.start is None else _whole(key.start, key)
         stride = 1 if key.step is None else _whole(key.step, key)
@@ -91,6 +94,6 @@ def _no_step(key: Key) -> StepError:
 
 def _shown(key: Key) -> str:
     if not isinstance(key, slice):
-        return str(key)
+        return repr(key)
     ends = ["" if end is None else str(end) for end in (key.start, key.stop)]
     return ":".join(ends + ([str(key.step)] if key.step is not None else []))

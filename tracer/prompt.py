@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -58,10 +59,8 @@ def tokenize(prompt: object, tokenizer: Any, vocabulary: int | None = None) -> P
                 f"and a text as `content`; got {_shown(prompt)}."
             ) from error
         return _checked(list(tokenizer(text, add_special_tokens=False)["input_ids"]), text, vocabulary)
-    if isinstance(prompt, list | tuple) and all(
-        issubclass(kind, int) and kind is not bool for kind in {*map(type, prompt)}
-    ):
-        return _checked(list(prompt), None, vocabulary)
+    if isinstance(prompt, list | tuple) and ({*map(type, prompt)} <= {int} or all(map(_is_id, prompt))):
+        return _checked([*map(operator.index, prompt)], None, vocabulary)
     raise PromptError(
         f"a prompt is a text, a list of token ids, or a list of chat messages (dicts); this is {_shown(prompt)}. "
         "One trace takes one prompt."
@@ -70,9 +69,30 @@ def tokenize(prompt: object, tokenizer: Any, vocabulary: int | None = None) -> P
 
 def listed(prompts: object) -> list[object]:
     """A list of prompts; one prompt, in whatever form `tokenize` takes it, makes a list of one."""
-    if isinstance(prompts, list | tuple) and not (prompts and all(isinstance(part, int | Mapping) for part in prompts)):
-        return list(prompts)
+    if isinstance(prompts, list | tuple):
+        one = prompts and all(isinstance(part, bool | Mapping) or _is_id(part) for part in prompts)
+        return [prompts] if one else list(prompts)
     return [prompts]
+
+
+def check_alone(count: int) -> None:
+    """Raise `PromptError` if a trace is given several prompts."""
+    if count > 1:
+        raise PromptError(
+            f"a trace takes one prompt, and got {count}. For several, leave the prompt out of `trace(...)` and "
+            "give each to a `with tracer.invoke(prompt):` in its body."
+        )
+
+
+def _is_id(item: object) -> bool:
+    """Whether it is a whole number, also one of numpy, or a tensor without dimensions."""
+    if isinstance(item, bool) or getattr(item, "ndim", None):
+        return False
+    try:
+        operator.index(item)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
 
 
 def _needed(tokenizer: Any, kind: str) -> Any:

@@ -88,11 +88,12 @@ def _frame_line(entry: TracebackType) -> FrameLine:
         _, end_lineno, colno, end_colno = position
     line = linecache.getline(code.co_filename, lineno, entry.tb_frame.f_globals).rstrip()
     first = code.co_firstlineno
-    filename, name, line = (_valid(text) for text in (code.co_filename, code.co_name, line))
+    filename, name, line = (valid(text) for text in (code.co_filename, code.co_name, line))
     return FrameLine(filename, lineno, name, line, end_lineno, colno, end_colno, first)
 
 
-def _valid(text: str) -> str:
+def valid(text: str) -> str:
+    """Text that can be sent: halves of surrogate pairs, which no UTF-8 has, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

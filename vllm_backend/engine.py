@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from vllm import LLM, RequestOutput, SamplingParams
 
-from ..envoy.errors import InternalError, MisuseError
+from ..envoy.errors import InternalError, InvivoError, MisuseError
 from .compat import EngineDeadError
 from .lifecycle import SHUTDOWN_SECONDS, Lifecycle, alive, answer
 from .sampling import refusals
@@ -208,7 +208,9 @@ def _call(llm: LLM, method: str, *args: object) -> Any:
         return answer(llm.collective_rpc(method, args=args))
     except EngineDeadError:
         raise
+    except InvivoError:
+        raise
     except Exception as error:
         if dies(llm.llm_engine.engine_core):
             raise EngineDeadError from error
-        raise
+        raise InternalError(f"a worker failed in `{method}`: {error}") from error

@@ -156,12 +156,12 @@ def _main_not_imported() -> Iterator[None]:
     of it, and a plain script with a trace at its top level would start engines without end.
     """
     main = sys.modules["__main__"]
-    kept = {name: main.__dict__.pop(name) for name in ("__file__",) if name in main.__dict__}
-    spec, main.__spec__ = main.__spec__, None
+    kept: dict[str, Any] = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
     try:
         yield
     finally:
-        main.__spec__ = spec
+        del main.__spec__  # pdb's main module has none
         main.__dict__.update(kept)
 
 

@@ -11,7 +11,7 @@ from ..envoy.envoy import RootEnvoy
 from ..envoy.errors import InternalError, MisuseError, PromptError, UnsupportedError
 from ..interleaver.limits import limits
 from ..tracer.outer import OuterTrace
-from ..tracer.prompt import Prompt, listed, tokenize
+from ..tracer.prompt import Prompt, check_alone, listed, tokenize
 from ..tracer.trace import Trace
 from .version import check_version
 
@@ -103,7 +103,7 @@ class VLLM(RootEnvoy):
         return self._engine.start()
 
     def trace(
-        self, prompt: object = _NONE, *, reuse_prefix: bool = False, blocking: bool = True, **sampling: Any
+        self, prompt: object = _NONE, *more: object, reuse_prefix: bool = False, blocking: bool = True, **sampling: Any
     ) -> Trace | OuterTrace:
         """Trace one request, ``with model.trace(prompt, max_tokens=5, temperature=0) as tracer:``, or several.
 
@@ -112,6 +112,7 @@ class VLLM(RootEnvoy):
 
         Args:
             prompt: a text, a list of token ids, or a list of chat messages; or nothing.
+            more: refused: a trace takes one prompt, or has invokes.
             reuse_prefix: take from the prefix cache what it has of the prompt. The block then sees only the rest of the
                 prompt in step 0 (at least its last token), so do this where it looks at later steps or at logits.
             blocking: the mode of the engine decides whether the `with` waits, and False is refused where it does.
@@ -119,7 +120,7 @@ class VLLM(RootEnvoy):
                 ``sampling_params``.
 
         Raises:
-            PromptError: the prompt is empty, of another kind, or too long.
+            PromptError: the prompt is empty, of another kind, or too long, or there are several.
             SamplingError: an unknown or refused sampling argument.
             UnsupportedError: ``blocking=False`` where the engine waits.
             EngineClosedError: the engine was closed.
@@ -131,6 +132,7 @@ class VLLM(RootEnvoy):
 
         engine = self._engine
         engine.check_open()
+        check_alone(1 + len(more))
         if not blocking and not isinstance(engine, AsyncEngine):
             raise UnsupportedError(
                 "`blocking=False`: this model runs one trace at a time and waits for it. Make it with "

@@ -60,11 +60,11 @@ def plain_params(given: dict[str, Any]) -> SamplingParams:
 
 def _check_types(params: SamplingParams) -> None:
     """Refuse what the engine could not read: vLLM checks few types, and the thread that reads there would end."""
-    if _arrives(params, SamplingParams):
+    if _arrives(params, SamplingParams) and not isinstance(params.structured_outputs, dict):
         return
     for field in structs.fields(SamplingParams):
         value = getattr(params, field.name)
-        if not _arrives(value, field.type):
+        if not _arrives(value, field.type) or (field.name == "structured_outputs" and isinstance(value, dict)):
             due = getattr(field.type, "__name__", field.type) if not get_args(field.type) else field.type
             raise SamplingError(
                 f"`{field.name}={value!r}` cannot be sent to the engine: vLLM takes {due}, and this is "

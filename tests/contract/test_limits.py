@@ -45,7 +45,7 @@ def engine() -> Iterator[VLLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         with VLLM(str(tiny_checkpoint("llama", tokenizer=smollm2_path())), **ENGINE, **LIMITS) as model:
-            yield model
+            yield model.dispatch()  # now, as the tests look at the time
 
 
 @pytest.fixture(params=["local", pytest.param("vllm", marks=pytest.mark.engine)])

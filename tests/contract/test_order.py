@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -88,6 +89,36 @@ def test_places_in_the_order_are_named() -> None:
             model.first.output
     # the model's input, then input and output of first, of twice (two times), of last
     assert "last.output (place 8 in execution order), and first.output is at place 2" in str(caught.value)
+
+
+class Either(torch.nn.Module):
+    """Calls its layers in an order that depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layers = [self.one, self.two] if x.sum() > 0 else [self.two, self.one]
+        for layer in layers:
+            x = layer(x)
+        return x
+
+
+def test_an_order_that_depends_on_the_data_is_learned_anew() -> None:
+    """The second order was refused for good."""
+    model: Any = Local(Either())
+    with model.trace(torch.ones(1, 4)):
+        model.one.output
+    for last in (True, False):
+        with pytest.raises(PortPassedError) if last else nullcontext() as caught:
+            with model.trace(-torch.ones(1, 4)):
+                two = model.two.output.save()
+                one = model.one.output.save()
+        if caught is not None:
+            assert "run this trace again: it is learned anew" in caught.value.__notes__[0]
+    assert torch.equal(one, model._module.one(two))
+    model.check_integrity()
 
 
 def test_a_port_left_behind_cannot_be_read_again(model: Any) -> None:

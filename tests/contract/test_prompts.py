@@ -12,7 +12,11 @@ from invivo import PromptError
 from support.contract import PROMPT, assert_serves, prompt_ids, tokens
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor], ids=["list", "tuple", "numpy", "tensor"])
+def numbers_of_numpy(ids: list[int]) -> list[np.int64]:
+    return [*map(np.int64, ids)]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor, numbers_of_numpy])
 def test_token_ids_are_the_text(model: Any, kind: Any) -> None:
     with model.trace(PROMPT, max_tokens=3, temperature=0) as text:
         pass
@@ -48,6 +52,7 @@ def test_chat_messages_go_through_the_template(model: Any) -> None:
         (3.5, "this is float 3.5"),
         ([1.5], "a prompt is a text"),
         ([True], "a prompt is a text"),
+        ([[1, 2]], "a prompt is a text"),
     ],
     ids=repr,
 )
@@ -56,6 +61,11 @@ def test_prompts_that_are_none(model: Any, prompt: Any, words: str) -> None:
         with model.trace(prompt, max_tokens=1, temperature=0):
             pass
     assert_serves(model)
+
+
+def test_several_prompts_are_sent_to_invokes(model: Any) -> None:
+    with pytest.raises(PromptError, match="a trace takes one prompt, and got 2"):
+        model.trace("a", "b")
 
 
 @pytest.mark.engine

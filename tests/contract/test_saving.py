@@ -216,6 +216,16 @@ def test_print_in_a_block_reaches_the_caller(model: Any, capsys: pytest.CaptureF
     assert capsys.readouterr().out == "rows: 9\nünïcode|\n"
 
 
+@pytest.mark.engine
+def test_text_that_no_utf8_has_is_printed_as_escapes(smollm2: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of a surrogate pair kept everything else that the block sent from coming home."""
+    with smollm2.trace(PROMPT, max_tokens=1, temperature=0):
+        print("\ud83d")
+        count = smollm2.logits.shape[0].save()
+    assert capsys.readouterr().out == "\\ud83d\n"
+    assert count == 1
+
+
 def test_a_large_save(model: Any) -> None:
     with model.trace(PROMPT, max_tokens=1, temperature=0):
         large = torch.arange(8_000_000, dtype=torch.float32).save()

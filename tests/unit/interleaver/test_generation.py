@@ -166,3 +166,22 @@ def test_a_model_of_transformers_that_does_not_generate_is_called() -> None:
     with model.trace(torch.tensor(IDS)[None]):
         hidden = model.encoder.output[0].save()
     assert hidden.shape == (1, 5, 16)
+
+
+def test_a_text_for_a_model_of_transformers_that_does_not_generate() -> None:
+    """It came to the model itself, which failed somewhere inside."""
+    bert: Any = Local(BertModel(BertConfig(vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)))
+    with pytest.raises(PromptError, match="BertModel is no language model that `Local` generates with"):
+        bert.trace("some text")
+
+
+class TakesText(torch.nn.Module):
+    def forward(self, text: str) -> int:
+        return len(text)
+
+
+def test_a_text_for_a_module_that_takes_one() -> None:
+    model: Any = Local(TakesText())
+    with model.trace("four") as tracer:
+        pass
+    assert tracer.result.value == 4

@@ -157,3 +157,9 @@ def test_a_module_named_like_a_port_is_mentioned_where_it_may_have_been_meant() 
     with model.trace(ids):
         hidden = model.encoder.layer[0]["output"].dense.output.save()
     assert hidden.shape == (1, 5, 16)
+
+
+@pytest.mark.parametrize("given", [3, "gpt2", None, Failing])
+def test_what_is_no_module_is_refused(given: Any) -> None:
+    with pytest.raises(MisuseError, match=r"`Local` takes a torch\.nn\.Module, and got "):
+        Local(given)

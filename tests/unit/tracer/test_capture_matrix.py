@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from support.toy_trace import Recorder, ToyTrace
@@ -387,3 +388,14 @@ def test_contextlib_exit_stack_around() -> None:
         with ToyTrace():
             y = [1].save()  # type: ignore[attr-defined]
     assert y == [1]
+
+
+def test_a_file_whose_name_is_not_utf8() -> None:
+    """Python has such bytes as halves of surrogate pairs, which no message can have."""
+    source = """
+        with ToyTrace() as t:
+            x = 1
+    """
+    block = execute(source, "caf\udce9.py")["t"].site.block
+    assert block.filename == "caf\\udce9.py"
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(block), type=type(block)) == block

@@ -211,6 +211,13 @@ class Text(str):
     __slots__ = ()
 
 
+def given_back() -> torch.Tensor:
+    """A tensor with more elements than memory, as training libraries leave them: reading it could end the process."""
+    tensor = torch.ones(3)
+    tensor.untyped_storage().resize_(4)
+    return tensor
+
+
 Point = namedtuple("Point", "x y")  # noqa: PYI024 - the plain kind is what is refused
 
 
@@ -228,6 +235,7 @@ Point = namedtuple("Point", "x y")  # noqa: PYI024 - the plain kind is what is r
         (torch.ones(2, device="meta"), "meta tensor has a shape but no values"),
         (torch.eye(2).to_sparse(), r"use `.to_dense()`"),
         ("\ud800", "surrogates not allowed"),
+        (given_back(), "a tensor whose memory was given back"),
     ],
     ids=lambda value: str(value)[:30],
 )

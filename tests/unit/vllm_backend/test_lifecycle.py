@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -25,6 +27,20 @@ class Started(Lifecycle[str]):
 
     def settle(self) -> None:
         """There are no requests."""
+
+
+@pytest.mark.parametrize("given", [{"__spec__": None, "__file__": "script.py"}, {}], ids=["script", "under pdb"])
+def test_what_the_main_module_knows_of_itself_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str | None]
+) -> None:
+    """pdb's main module has no `__spec__` in Python 3.11, and no engine started under it."""
+    main = ModuleType("__main__")
+    main.__dict__.pop("__spec__")
+    main.__dict__.update(given)
+    before = dict(main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    Started("a model", {}).start()
+    assert main.__dict__ == before
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "spawn"), ("fork", "fork")])

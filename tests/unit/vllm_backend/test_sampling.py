@@ -25,6 +25,7 @@ from invivo.vllm_backend.sampling import plain_params
         {"logit_bias": {"5": 1.0}},
         {"bad_words": [5]},
         {"structured_outputs": {"regex": 1}},
+        {"structured_outputs": {"regex": "a+"}},
         {"extra_args": [1]},
         {"extra_args": {"a": object()}},
     ],
