@@ -39,6 +39,10 @@ class Transit:
     def __init__(self) -> None:
         self._cargo: dict[str, Cargo] = {}
 
+    def __len__(self) -> int:
+        """How many requests have some."""
+        return len(self._cargo)
+
     def add(self, cargo: Mapping[str, Cargo]) -> None:
         """Take in what the worker has sent with a step; a newer reply takes the place of an older one."""
         for request_id, (streamed, reply) in cargo.items():

@@ -14,7 +14,7 @@
 vLLM has no hooks for these. `_handle_blocked_waiting_request` is asked before a waiting request is scheduled, which is
 where a request is made to wait; the order of `running` decides who is preempted; what is taken out of `running` for the
 time of one `schedule` is left out of that engine step; and the two calls by which blocks get into the prefix cache are
-wrapped.
+wrapped as long as there is a traced request.
 """
 
 from __future__ import annotations
@@ -98,7 +98,6 @@ class _TraceRules(_Scheduler):
         self._yielded = False
         self._stuck = Stuck()
         self._several = self.vllm_config.parallel_config.world_size > 1
-        self._watch_blocks()
         self._transit = Transit()
         follow_parent()
 
@@ -107,6 +106,8 @@ class _TraceRules(_Scheduler):
         super().add_request(request)
         extra = (request.sampling_params.extra_args or {}) if request.sampling_params is not None else {}
         if KEY in extra:
+            if not self._traced:
+                self._watch_blocks()
             self._traced.add(request.request_id)
             self._blocks.add(request.request_id)
             self._to_begin[request.request_id] = request
@@ -165,6 +166,10 @@ class _TraceRules(_Scheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, Any]:
         """As in `Scheduler`, with what the blocks did in this engine step known, and their saves on the outputs."""
+        if not self._traced and not len(self._transit):
+            self._ended = frozenset()
+            found: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+            return found
         self._ended = getattr(model_runner_output, ENDED, frozenset())
         if self._traced and (scheduler_output.total_num_scheduled_tokens > 0 or hasattr(model_runner_output, HELD)):
             self._held = getattr(model_runner_output, HELD, frozenset())
@@ -199,7 +204,10 @@ class _TraceRules(_Scheduler):
         return new_token_ids, stopped
 
     def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
-        self._traced.discard(request.request_id)
+        if request.request_id in self._traced:
+            self._traced.discard(request.request_id)
+            if not self._traced:
+                self._leave_blocks()
         self._blocks.discard(request.request_id)
         self._ahead.discard(request.request_id)
         self._to_begin.pop(request.request_id, None)
@@ -280,7 +288,10 @@ class _TraceRules(_Scheduler):
         )
 
     def _watch_blocks(self) -> None:
-        """Count the tokens that each request gets, and keep traced ones out of the prefix cache."""
+        """Count the tokens that each request gets, and keep traced ones out of the prefix cache.
+
+        As long as there are traced ones: each call of vLLM's comes by here, for each request in each engine step.
+        """
         manager = self.kv_cache_manager
         allocate, cache = manager.allocate_slots, manager.cache_blocks
 
@@ -297,8 +308,12 @@ class _TraceRules(_Scheduler):
             if request.request_id not in self._traced:
                 cache(request, num_computed_tokens)
 
-        manager.allocate_slots = allocate_slots
-        manager.cache_blocks = cache_blocks
+        manager.allocate_slots, manager.cache_blocks = allocate_slots, cache_blocks
+        self._unwrapped = allocate, cache
+
+    def _leave_blocks(self) -> None:
+        """No traced request is left."""
+        self.kv_cache_manager.allocate_slots, self.kv_cache_manager.cache_blocks = self._unwrapped
 
 
 class TraceScheduler(_TraceRules, Scheduler):

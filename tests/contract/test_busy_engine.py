@@ -111,6 +111,9 @@ def _nothing_left(busy: tuple[VLLM, Seen]) -> Iterator[None]:
     model.check_integrity()
     scheduler: Any = model.engine.llm_engine.engine_core.engine_core.scheduler
     assert not scheduler._traced and not len(scheduler._members)
+    manager = scheduler.kv_cache_manager
+    for name in ("allocate_slots", "cache_blocks"):
+        assert getattr(manager, name) == getattr(type(manager), name).__get__(manager), "others pay nothing for rules"
 
 
 def check(model: VLLM, requests: list[One]) -> Counter[str]:

@@ -93,18 +93,29 @@ SPLITS = {
 }
 
 
-@pytest.mark.parametrize("form", ["tensor", "tuple", "in a list", "with gradient"])
-@pytest.mark.parametrize("window", [None, Window(2, 3, 6)])
+@pytest.mark.parametrize("form", ["tensor", "tuple", "in a list", "gradient", "transposed", "behind a leading one"])
+@pytest.mark.parametrize("window", [None, Window(2, 3, 6), Window(4, 1, 6)])
 def test_one_request_gets_the_same_by_itself(form: str, window: Window | None) -> None:
     plain = numbers(6, 3)
-    pairs = {"tuple": (plain, plain + 100), "in a list": [plain], "with gradient": plain.clone().requires_grad_()}
-    value = pairs.get(form, plain)
+    forms = {
+        "tuple": (plain, plain + 100),
+        "in a list": [plain],
+        "gradient": plain.clone().requires_grad_(),
+        "transposed": numbers(3, 6).T,
+        "behind a leading one": plain[None],
+    }
+    value = forms.get(form, plain)
     with torch.inference_mode():
         (many,), expected = copies(value, [window], X)
         one, versions = copy_of(value, window, X)
         assert type(one) is type(many) and versions == expected
         for mine, other in zip(tensors_of(one), tensors_of(many), strict=True):
             assert torch.equal(mine, other) and not mine.requires_grad
+            assert mine.untyped_storage().nbytes() == mine.nbytes, "no rows of others are in reach"
+        if window is not None:
+            whole = tensors_of(value)[0].detach()
+            rows = (whole[0] if form == "behind a leading one" else whole)[window.start :][: window.length]
+            assert torch.equal(tensors_of(one)[0].reshape(rows.shape), rows)
         held = Held(one, versions, window, Passing(value, X))
         assert changes_of(held) is None
         tensors_of(one)[0].zero_()
