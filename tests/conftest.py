@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
+from support.topology import TOPOLOGIES, engines, in_ray, obstacle
+
 if TYPE_CHECKING:
     from invivo import VLLM, Local
     from support.reference import Reference
@@ -19,27 +21,29 @@ settings.load_profile("invivo")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--topology", help="run the tests that share an engine on several workers: tp2, pp2, ...")
+    parser.addoption(
+        "--topology",
+        choices=list(TOPOLOGIES),
+        help="run the tests that share an engine on several workers; `make topologies` runs all of these",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """With a topology of Ray, this process and those below it are told before vLLM is imported."""
-    if (config.getoption("topology") or "").startswith("ray"):
-        from support.in_ray import NO_RAY, prepare, ray_folder
+    name = config.getoption("topology")
+    if name is not None and in_ray(name) and obstacle(name) is None:
+        from support.in_ray import prepare, ray_folder
 
-        if NO_RAY is None:
-            folder = ray_folder()
-            config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-            prepare(folder)
+        folder = ray_folder()
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        prepare(folder)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ray_is_there(request: pytest.FixtureRequest) -> None:
-    if (request.config.getoption("topology") or "").startswith("ray"):
-        from support.in_ray import NO_RAY
-
-        if NO_RAY is not None:
-            pytest.skip(NO_RAY)
+def _topology_is_there(request: pytest.FixtureRequest) -> None:
+    name = request.config.getoption("topology")
+    if name is not None and (reason := obstacle(name)) is not None:
+        pytest.skip(reason)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,8 +51,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     name = config.getoption("topology")
     if name is None:
         return
-    from support.topology import engines
-
     kept = []
     for item in items:
         assert isinstance(item, pytest.Function)
@@ -66,7 +68,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def topology(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any]]]:
     """The checkpoint of the session's engines, and what they are started with beside the usual."""
     from smollm2 import even_smollm2_path, smollm2_path
-    from support.topology import TOPOLOGIES
 
     name = request.config.getoption("topology")
     if name is None:
