@@ -56,7 +56,7 @@ class Staged(Hub):
         """See `Hub`."""
         mediator.__class__ = StagedMediator
         assert isinstance(mediator, StagedMediator), "it is one now"
-        mediator.script = Script(self.places)
+        mediator.script, mediator.vocabulary = Script(self.places), vocabulary
         super().add(request, mediator, vocabulary)
 
     # --- what stages tell each other
