@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import settings
 
-from support.topology import TOPOLOGIES, engines, in_ray, obstacle
+from support.topology import TOPOLOGIES, cache, engines, in_ray, obstacle
 
 if TYPE_CHECKING:
     from invivo import VLLM, Local
@@ -77,7 +77,7 @@ def topology(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, An
         # vLLM binds each worker to a NUMA node of its own, and has none start where there are fewer of these.
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         patch.setenv("OMP_NUM_THREADS", "1")
-        yield str(even_smollm2_path()), TOPOLOGIES[name]
+        yield str(even_smollm2_path()), TOPOLOGIES[name] | cache(name)
 
 
 @pytest.fixture(scope="session")

@@ -26,6 +26,14 @@ def workers(name: str) -> int:
     return prod(value for argument, value in TOPOLOGIES[name].items() if argument.endswith("_parallel_size"))
 
 
+def cache(name: str) -> dict[str, Any]:
+    """The key-value cache of each worker: a model's workers together have as much as the one of an engine of one."""
+    from support.contract import ENGINE
+
+    engines_together = TOPOLOGIES[name].get("data_parallel_size", 1)
+    return {"kv_cache_memory_bytes": ENGINE["kv_cache_memory_bytes"] * engines_together // workers(name)}
+
+
 def obstacle(name: str) -> str | None:
     """Why no engine of this topology can be started here; None if one can."""
     import torch

@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from support import in_ray
-from support.topology import TOPOLOGIES, engines, obstacle, workers
+from support.topology import TOPOLOGIES, cache, engines, obstacle, workers
 
 
 def test_how_many_workers_there_are() -> None:
     assert {name: workers(name) for name in TOPOLOGIES} == {name: 4 if name == "tp2pp2" else 2 for name in TOPOLOGIES}
+    assert {name: cache(name)["kv_cache_memory_bytes"] >> 20 for name in ("tp2", "tp2pp2", "dp2")} == {
+        "tp2": 512,
+        "tp2pp2": 256,
+        "dp2": 1024,
+    }
     assert engines("dp2") == {"async_smollm2"} < engines("tp2")
 
 
