@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -29,9 +30,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With a topology of Ray, this process and those below it are told before vLLM is imported."""
+    """With a topology, this process and those below it are told before torch and vLLM are imported."""
     name = config.getoption("topology")
-    if name is not None and in_ray(name) and obstacle(name) is None:
+    if name is None:
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # workers keep cores busy also when they wait: more threads are much slower
+    if in_ray(name) and obstacle(name) is None:
         from support.in_ray import prepare, ray_folder
 
         folder = ray_folder()
@@ -76,7 +80,6 @@ def topology(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, An
     with pytest.MonkeyPatch.context() as patch:
         # vLLM binds each worker to a NUMA node of its own, and has none start where there are fewer of these.
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("OMP_NUM_THREADS", "1")
         yield str(even_smollm2_path()), TOPOLOGIES[name] | cache(name)
 
 
