@@ -111,7 +111,7 @@ def async_smollm2(topology: tuple[str, dict[str, Any]]) -> Iterator[VLLM]:
 
     path, workers = topology
     with VLLM(path, mode="async", **{**ENGINE, "max_num_seqs": 32, **workers}) as model:
-        yield model
+        yield model.dispatch()  # tests have limits of time of their own, in which several workers may not have started
 
 
 @pytest.fixture(scope="session")
