@@ -99,7 +99,7 @@ def smollm2(topology: tuple[str, dict[str, Any]]) -> Iterator[VLLM]:
     from support.contract import ENGINE
 
     path, workers = topology
-    with VLLM(path, **ENGINE, **workers) as model:
+    with VLLM(path, **{**ENGINE, **workers}) as model:
         yield model
 
 
