@@ -245,7 +245,6 @@ def _figure(title: str, scenario: Scenario, found: int) -> Figure:
         "bytes",
         [float(found)],
         scenario.most,
-        f"what all workers of {title} together give to collectives, or to messages between them, counted there, while "
-        f"a request of {LENGTH} tokens does this, and shares its steps with one of {OTHERS} that does nothing; SmolLM2 "
-        "with twelve heads, float32",
+        f"bytes that all workers of {title} give to collectives and messages, while a request of {LENGTH} tokens does "
+        f"this beside one of {OTHERS} that does nothing; SmolLM2 with twelve heads, float32",
     )
