@@ -152,6 +152,12 @@ def _late(model: Any, tracer: Any, prompt: list[int]) -> None:
         model.model.layers[25].mlp.output
 
 
+def _late_in_each_step(model: Any, tracer: Any, prompt: list[int]) -> None:
+    with tracer.invoke(prompt):
+        for _ in tracer.iter[:]:
+            model.model.layers[25].mlp.output
+
+
 TENSOR = (
     Scenario("untraced requests", None, "all", 0),
     Scenario("logits", _logits, "rows", 0),
@@ -172,7 +178,13 @@ PIPELINE = (
     Scenario("MLP of the first stage", _early, "told", LENGTH * WIDTH * FLOAT + HEAD),
     Scenario("MLP of the last stage", _late, "told", HEAD),
     Scenario("MLP of the last stage, back", _late, "told back", 0),
-    Scenario("MLP of the last stage, back, with a further step", _late, "told back", LENGTH * WIDTH * FLOAT + HEAD, 2),
+    Scenario(
+        "MLP of the last stage in each of two steps, back",
+        _late_in_each_step,
+        "told back",
+        LENGTH * WIDTH * FLOAT + HEAD,
+        tokens=2,
+    ),
 )
 
 
@@ -233,7 +245,6 @@ def _figure(title: str, scenario: Scenario, found: int) -> Figure:
         "bytes",
         [float(found)],
         scenario.most,
-        f"what all workers of {title} together give to collectives, or to messages between them, counted there, while "
-        f"a request of {LENGTH} tokens does this, and shares its steps with one of {OTHERS} that does nothing; SmolLM2 "
-        "with twelve heads, float32",
+        f"bytes that all workers of {title} give to collectives and messages, while a request of {LENGTH} tokens does "
+        f"this beside one of {OTHERS} that does nothing; SmolLM2 with twelve heads, float32",
     )

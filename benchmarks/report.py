@@ -60,7 +60,8 @@ def encode(sections: Sections) -> bytes:
 
 
 def _rounded(values: list[float]) -> list[float]:
-    return [float(f"{value:.4g}") for value in values]
+    """Four digits of what was measured, and all of what was counted."""
+    return [value if value.is_integer() else float(f"{value:.4g}") for value in values]
 
 
 # --- Markdown

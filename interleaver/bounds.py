@@ -6,7 +6,7 @@ unusable for it, with everybody's requests. So blocks cannot put such numbers th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -14,22 +14,30 @@ from ..envoy.address import Port
 from ..envoy.errors import WriteError
 
 
+def tables(model: torch.nn.Module) -> dict[str, int]:
+    """The embeddings of a model by address, and how many rows their tables have.
+
+    They say it themselves (`num_embeddings`; of vLLM's vocabulary, whose table is padded, `org_vocab_size`).
+    """
+    found = {}
+    for address, module in model.named_modules(remove_duplicate=False):
+        rows = getattr(module, "org_vocab_size", getattr(module, "num_embeddings", None))
+        if isinstance(rows, int):
+            found[address] = rows
+    return found
+
+
 class Bounds:
     """What blocks may put in place of whole numbers at the ports of a model's modules.
 
     Args:
-        model: the model. Its embeddings say how many rows their tables have (`num_embeddings`; of vLLM's vocabulary,
-            whose table is padded, `org_vocab_size`).
+        rows: how many rows the model's tables have (`tables`).
         longest: the number of positions.
     """
 
-    def __init__(self, model: torch.nn.Module, longest: int) -> None:
+    def __init__(self, rows: Mapping[str, int], longest: int) -> None:
         self._longest = longest
-        self._rows: dict[str, int] = {}
-        for address, module in model.named_modules(remove_duplicate=False):
-            rows = getattr(module, "org_vocab_size", getattr(module, "num_embeddings", None))
-            if isinstance(rows, int):
-                self._rows[address] = rows
+        self._rows = rows
 
     def check(self, port: Port, changed: Sequence[torch.Tensor | None]) -> None:
         """See to what a block has put in place of the tensors of a port, None for untouched ones.

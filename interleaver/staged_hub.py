@@ -55,7 +55,7 @@ class Staged(Hub):
     def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
         """See `Hub`."""
         assert isinstance(mediator, StagedMediator), "blocks of a stage are launched as such"
-        mediator.script = Script(self.places)
+        mediator.script, mediator.vocabulary = Script(self.places), vocabulary
         super().add(request, mediator, vocabulary)
 
     # --- what stages tell each other

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from ..envoy.address import Port, port_at
+import torch
+
+from ..envoy.address import SAMPLES, Port, port_at
 from .mediator import Mediator
 from .stages import CALL, Entry, Script
+from .structure import map_tensors
 from .values import Held, Passing
 from .waits import EndWait, StepWait, Wait
 
@@ -14,9 +17,11 @@ class StagedMediator(Mediator):
 
     Attributes:
         script: what it reads in this and other stages.
+        vocabulary: how many token ids there are.
     """
 
     script: Script
+    vocabulary: int | None
     _at: Entry | None = None
     """What was noted of the port that it is at."""
 
@@ -71,7 +76,9 @@ class StagedMediator(Mediator):
 
     def _take(self, port: Port, entry: Entry) -> None:
         """Be at a port of another stage."""
-        held = Held(entry.value, None, None, Passing(entry.value, port))
+        passing = map_tensors(entry.value, torch.Tensor.detach)  # the block may change the shape of what it holds
+        limit, fixed = (self.vocabulary, self.fixed_samples) if port.kind == SAMPLES else (None, None)
+        held = Held(entry.value, None, None, Passing(passing, port, limit, fixed))
         self.port, self.held, self._at = port, held, entry
 
     def _leave_last(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -81,14 +81,18 @@ class Places:
     Args:
         stage: the number of this stage.
         trees: the modules that each stage has.
+        tables: those of their modules that are tables, and how many rows these have.
 
     Attributes:
         stage: the number of this stage.
         last: it is the last one.
         tree: that of the whole model.
+        tables: those of the whole model.
     """
 
-    def __init__(self, stage: int, trees: list[Mapping[str, ModuleInfo]]) -> None:
+    def __init__(
+        self, stage: int, trees: Sequence[Mapping[str, ModuleInfo]], tables: Iterable[Mapping[str, int]] = ()
+    ) -> None:
         self.stage = stage
         self.last = stage == len(trees) - 1
         self._owners: dict[str, list[int]] = {}
@@ -101,6 +105,7 @@ class Places:
                 known = modules.get(address)
                 modules[address] = info if known is None or len(info.children) > len(known.children) else known
         self.tree = ModuleTree(modules)
+        self.tables = {address: rows for found in tables for address, rows in found.items()}
 
     def here(self, address: str) -> bool:
         """Whether this stage has the module."""
@@ -170,11 +175,14 @@ class Script:
 
         Raises:
             RanksError: that is not what it has put there in the stage that has the port.
+            whatever has ended the block there.
         """
         edit = checksum(changed)
         if entry.stage == self.places.stage:
             entry.edit = edit
         elif entry.edit != edit:
+            if self.failure is not None and not self.given:  # it may have come to an end in the middle of this
+                raise rebuild(self.failure)
             raise RanksError(
                 f"what the block wrote at {port_at(entry.address, entry.kind)} in stage {entry.stage} of the pipeline "
                 f"is not what it writes there in stage {self.places.stage}. If it has called a module of a later stage "

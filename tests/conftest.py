@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+
+from support.topology import TOPOLOGIES, cache, engines, in_ray, obstacle
 
 if TYPE_CHECKING:
     from invivo import VLLM, Local
@@ -19,27 +22,32 @@ settings.load_profile("invivo")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--topology", help="run the tests that share an engine on several workers: tp2, pp2, ...")
+    parser.addoption(
+        "--topology",
+        choices=list(TOPOLOGIES),
+        help="run the tests that share an engine on several workers; `make topologies` runs all of these",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """With a topology of Ray, this process and those below it are told before vLLM is imported."""
-    if (config.getoption("topology") or "").startswith("ray"):
-        from support.in_ray import NO_RAY, prepare, ray_folder
+    """With a topology, this process and those below it are told before torch and vLLM are imported."""
+    name = config.getoption("topology")
+    if name is None:
+        return
+    os.environ["OMP_NUM_THREADS"] = "1"  # workers keep cores busy also when they wait: more threads are much slower
+    if in_ray(name) and obstacle(name) is None:
+        from support.in_ray import prepare, ray_folder
 
-        if NO_RAY is None:
-            folder = ray_folder()
-            config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
-            prepare(folder)
+        folder = ray_folder()
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        prepare(folder)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ray_is_there(request: pytest.FixtureRequest) -> None:
-    if (request.config.getoption("topology") or "").startswith("ray"):
-        from support.in_ray import NO_RAY
-
-        if NO_RAY is not None:
-            pytest.skip(NO_RAY)
+def _topology_is_there(request: pytest.FixtureRequest) -> None:
+    name = request.config.getoption("topology")
+    if name is not None and (reason := obstacle(name)) is not None:
+        pytest.skip(reason)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,14 +55,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     name = config.getoption("topology")
     if name is None:
         return
-    from support.topology import engines
-
     kept = []
     for item in items:
         assert isinstance(item, pytest.Function)
-        used = {"smollm2", "async_smollm2"} & set(item.fixturenames)
-        if "model" in item.fixturenames and getattr(item, "callspec", None) is not None:
-            used |= {"smollm2"} if item.callspec.params.get("model") == "vllm" else set()
+        params = item.callspec.params if hasattr(item, "callspec") else {}
+        # Some tests take an engine by a parameter; in `case` it is one whose every port must have SmolLM2's nine heads.
+        named = {str(value) for key, value in params.items() if key != "case"}
+        used = {"smollm2", "async_smollm2"} & {*item.fixturenames, *named}
+        if "model" in item.fixturenames and params.get("model") == "vllm":
+            used |= {"smollm2"}
         if used and used <= engines(name):
             kept.append(item)
         if name.endswith("pp2") and item.get_closest_marker("calls_later_stages") is not None:
@@ -66,7 +75,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def topology(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, Any]]]:
     """The checkpoint of the session's engines, and what they are started with beside the usual."""
     from smollm2 import even_smollm2_path, smollm2_path
-    from support.topology import TOPOLOGIES
 
     name = request.config.getoption("topology")
     if name is None:
@@ -75,8 +83,7 @@ def topology(request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, An
     with pytest.MonkeyPatch.context() as patch:
         # vLLM binds each worker to a NUMA node of its own, and has none start where there are fewer of these.
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield str(even_smollm2_path()), TOPOLOGIES[name]
+        yield str(even_smollm2_path()), TOPOLOGIES[name] | cache(name)
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +102,7 @@ def smollm2(topology: tuple[str, dict[str, Any]]) -> Iterator[VLLM]:
     from support.contract import ENGINE
 
     path, workers = topology
-    with VLLM(path, **ENGINE, **workers) as model:
+    with VLLM(path, **{**ENGINE, **workers}) as model:
         yield model
 
 
@@ -107,7 +114,7 @@ def async_smollm2(topology: tuple[str, dict[str, Any]]) -> Iterator[VLLM]:
 
     path, workers = topology
     with VLLM(path, mode="async", **{**ENGINE, "max_num_seqs": 32, **workers}) as model:
-        yield model
+        yield model.dispatch()  # tests have limits of time of their own, in which several workers may not have started
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..interleaver.bounds import Bounds
+from ..interleaver.bounds import Bounds, tables
 from ..interleaver.hub import Hub
 from ..interleaver.lagging_hub import LaggingHub
 from ..interleaver.mediator import Mediator
@@ -65,5 +65,6 @@ def fit_in(mediator: Mediator, hub: Hub, new: NewRequest, adapter: RunnerAdapter
     mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
     mediator.partial_prompt = new.reuses_prefix
     if hub.calls.bounds is None:
-        hub.calls.bounds = Bounds(adapter.model(), adapter.longest())
+        rows = hub.places.tables if isinstance(hub, Staged) else tables(adapter.model())
+        hub.calls.bounds = Bounds(rows, adapter.longest())
     mediator.bounds = hub.calls.bounds

@@ -16,6 +16,7 @@ import torch
 from ..envoy.address import INPUT, OUTPUT, Port
 from ..envoy.errors import UnsupportedError
 from ..envoy.tree import ModuleTree
+from ..interleaver.bounds import tables
 from ..interleaver.hub import Hub
 from ..interleaver.layout import SUMMED, WHOLE, Layout, Piece
 from ..interleaver.parallel_hub import ParallelHub
@@ -85,8 +86,9 @@ def exchange_trees(worker: Any) -> None:
     def load_model(*args: Any, **kwargs: Any) -> Any:
         done = load(*args, **kwargs)
         model = worker.model_runner.get_model()
-        trees = GroupRanks(group.cpu_group).exchange_any(ModuleTree.of(model).modules)
-        _places[id(model)] = Places(group.rank_in_group, trees)
+        parts = GroupRanks(group.cpu_group).exchange_any((ModuleTree.of(model).modules, tables(model)))
+        trees, found = zip(*parts, strict=True)
+        _places[id(model)] = Places(group.rank_in_group, trees, found)
         return done
 
     worker.load_model = load_model

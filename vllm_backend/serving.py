@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from .graphs import Graphs
     from .in_band import Cargo
 
-_LOGITS = -1
-"""The number of all supplies that hold the logits."""
+_LOGITS = -1  # the number of all supplies that hold the logits
 
 _log = logging.getLogger(__name__)
 

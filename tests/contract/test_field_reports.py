@@ -1,8 +1,8 @@
 """What users of neighbouring tools ran into, each as a test with the right value (F1 ... F34 of the field reports).
 
-F13, the gate of MoE layers, is in `test_architectures` with every other port of the Mixtral checkpoint. F5 and F6, a
-plain script whose first trace starts the engine, are in `tests/process`; the rest of F6 is the capture matrix of
-`tests/unit/tracer`.
+F3, F15 and F19, which are about two workers, are in `test_tensor_parallel`. F13, the gate of MoE layers, is in
+`test_architectures` with every other port of the Mixtral checkpoint. F5 and F6, a plain script whose first trace starts
+the engine, are in `tests/process`; the rest of F6 is the capture matrix of `tests/unit/tracer`.
 """
 
 from __future__ import annotations

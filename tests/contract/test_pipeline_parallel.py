@@ -18,7 +18,7 @@ from contract.test_architectures import (
     test_edits_have_the_effect_that_they_have_in_the_reference,
     test_every_port_equals_the_reference,
 )
-from invivo import VLLM, PortNotReachedError, PortPassedError, RanksError, TimeLimitError, save
+from invivo import VLLM, PortNotReachedError, PortPassedError, RanksError, TimeLimitError, WriteError, save
 from smollm2 import smollm2_path
 from support.batch import Batch
 from support.busy import crowd, differences, preemptions, run_together
@@ -333,6 +333,22 @@ def test_sixty_requests_together(llama: VLLM) -> None:
     triples = zip(requests[::3], found[::3], expected, strict=True)
     wrong = [text for triple in triples for text in differences(*triple)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_token_ids_are_bounded_by_the_vocabulary_in_all_stages(llama: VLLM, case: Case) -> None:
+    """Only the first stage has the table, and a later one must not take the ids for positions."""
+    other = [PROMPT[0], 40_000, *PROMPT[2:]]
+    with llama.trace(PROMPT, max_tokens=1, temperature=0):
+        llama.model.embed_tokens.input[1] = 40_000
+        found = llama.model.layers[2].output[0].save()
+        logits = llama.logits.save()
+    with llama.trace(other, max_tokens=1, temperature=0):
+        expected = llama.logits.save()
+    assert errors(logits, expected) < BOUND
+    with pytest.raises(WriteError, match="has put 5 to 1000000 there"):
+        with llama.trace(PROMPT, max_tokens=1, temperature=0):
+            llama.model.embed_tokens.input[1] = 10**6
+            llama.logits
 
 
 def test_large_saves_come_home_once(llama: VLLM) -> None:

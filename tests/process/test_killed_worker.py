@@ -10,7 +10,7 @@ import pytest
 
 from support.processes import start_script
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]  # each starts two engines
 
 SCRIPT = """
 import os, threading, time
@@ -90,7 +90,7 @@ print("all is well")
 )
 def test_a_worker_killed_in_the_middle_of_a_trace(tmp_path: Path, workers: str, mode: str, victim: int) -> None:
     script = start_script(tmp_path, SCRIPT, victim=victim, mode=mode, workers={workers: 2})
-    written, errors = script.communicate(timeout=400)  # it starts two engines
+    written, errors = script.communicate(timeout=500)
     assert "all is well" in written, errors[-1500:]
     (semaphores,) = [line.split()[1:] for line in written.splitlines() if line.startswith("semaphores")]
     latest = time.monotonic() + 10

@@ -119,6 +119,12 @@ class TestReport:
         assert [entry["met"] for entry in entries] == [True, False, None]
         assert entries[0]["median"] == 0.97
 
+    def test_counts_keep_all_digits(self, tmp_path: Path) -> None:
+        figures = [Figure("bytes", "bytes", [327680.0, 0.123456], 327680, "they were counted")]
+        path = tmp_path / "results.json"
+        path.write_bytes(report.encode({"ranks": msgspec.structs.replace(SECTIONS["decode"], figures=figures)}))
+        assert report.read(path)["ranks"].figures[0].values == [327680.0, 0.1235]
+
     def test_what_cannot_be_read_is_measured_anew(self, tmp_path: Path) -> None:
         assert report.read(tmp_path / "none.json") == {}
         (tmp_path / "old.json").write_text('{"machine": {}, "figures": []}')

@@ -7,7 +7,7 @@ import torch
 
 from invivo.envoy.address import INPUT, port_at
 from invivo.envoy.errors import WriteError
-from invivo.interleaver.bounds import Bounds
+from invivo.interleaver.bounds import Bounds, tables
 from invivo.interleaver.values import Held, Passing, copies
 
 
@@ -18,7 +18,7 @@ class Model(torch.nn.Module):
         self.layer = torch.nn.Linear(4, 4)
 
 
-BOUNDS = Bounds(Model(), 16)
+BOUNDS = Bounds(tables(Model()), 16)
 FLOATS, BOOLS = torch.full((2,), 1e9), torch.ones(2, dtype=torch.bool)
 
 

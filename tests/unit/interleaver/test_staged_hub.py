@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from invivo.envoy.address import LOGITS, port_at
+from invivo.envoy.address import LOGITS, SAMPLES, port_at
 from invivo.envoy.envoy import RootEnvoy
-from invivo.envoy.errors import PortPassedError, RanksError
+from invivo.envoy.errors import PortPassedError, RanksError, WriteError
 from invivo.envoy.tree import ModuleTree
 from invivo.interleaver.mediator import Mediator
 from invivo.interleaver.modes import Turns
@@ -112,6 +112,7 @@ class Pipeline:
             x = self.models[1](x)
             last.forward_done()
             logits = last.fire(port_at("", LOGITS), x[[end - 1 for end in starts[1:]]])
+            last.fire(port_at("", SAMPLES), torch.arange(len(names)))
             last.finish_step()
         self.back = last.tell_back()
         for name, count in zip(names, rows, strict=True):
@@ -262,6 +263,65 @@ def test_an_exception_in_one_stage_only(wraps: bool) -> None:
 
     failure = Pipeline().failure_of(body)
     assert type(failure) is KeyError and failure.args == ("mine",)
+
+
+def resizes(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+    model.layers[0].output.resize_(1)
+    return {"seen": model.layers[2].output}
+
+
+def resizes_last(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+    model.layers[0].output.resize_(1)
+    return {}
+
+
+def changes_and_raises(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+    model.layers[0].output[:] = 3
+    if stage == 0:
+        raise WriteError("mine")
+    return {"seen": model.layers[2].output}
+
+
+@pytest.mark.parametrize("body", [resizes, resizes_last, changes_and_raises])
+def test_what_a_block_is_ended_by_when_it_leaves_a_port_of_an_earlier_stage(body: Body) -> None:
+    assert type(Pipeline().failure_of(body)) is WriteError
+
+
+def test_a_block_that_catches_what_it_may_not_write_does_so_in_both_stages() -> None:
+    pipeline = Pipeline()
+
+    def body(model: Any, mediator: Mediator, stage: int) -> dict[str, object]:
+        caught = []
+        for _ in mediator.tracer.iter[:]:
+            model.layers[0].output.resize_(1)
+            try:
+                model.layers[2].output
+            except WriteError as error:
+                caught.append(error)
+            model.layers[2].output
+            model.samples
+            try:
+                model.samples = 1
+            except WriteError as error:
+                caught.append(error)
+        return {"caught": caught}
+
+    first, last = pipeline.add("a", body)
+    for mediator in (first, last):
+        mediator.fixed_samples = "not these"
+    pipeline.step()
+    pipeline.step()
+    pipeline.end("a")
+    assert first.failure is None and last.failure is None
+    for mediator in (first, last):
+        shapes, samples = str(mediator.scope["caught"][0]), str(mediator.scope["caught"][1])  # type: ignore[index]
+        assert len(mediator.scope["caught"]) == 4  # type: ignore[arg-type]
+        assert "that the model cannot go on with" in shapes and samples == "not these"
+
+
+def test_tables_of_all_stages_are_known_in_each() -> None:
+    places = Places(1, [{}, {}], [{"embed": 100}, {"head": 90}])
+    assert places.tables == {"embed": 100, "head": 90}
 
 
 def test_both_stages_stop() -> None:

@@ -392,10 +392,6 @@ def test_contextlib_exit_stack_around() -> None:
 
 def test_a_file_whose_name_is_not_utf8() -> None:
     """Python has such bytes as halves of surrogate pairs, which no message can have."""
-    source = """
-        with ToyTrace() as t:
-            x = 1
-    """
-    block = execute(source, "caf\udce9.py")["t"].site.block
+    block = execute("with ToyTrace() as t:\n    x = 1\n", "caf\udce9.py")["t"].site.block
     assert block.filename == "caf\\udce9.py"
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(block), type=type(block)) == block

@@ -1,4 +1,5 @@
 """Captured forwards: what blocks read and write there is what they would, module by module.
+
 The graphs are made up (`support.fake_graph`).
 """
 
@@ -19,47 +20,10 @@ from invivo.interleaver.windows import shares
 from invivo.vllm_backend import graphs
 from invivo.vllm_backend.graphs import Graphs
 from support.fake_graph import FakeGraph
+from support.fused_toy import WIDTH, Again, Model
 
-ROWS, WIDTH, STEPS = 3, 4, 8
+ROWS, STEPS = 3, 8
 Body = Callable[[Mediator, list[torch.Tensor]], None]
-
-
-class Layer(torch.nn.Module):
-    """Like those of vLLM: the next one changes the residual in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn = torch.nn.Linear(WIDTH, WIDTH)
-        self.mlp = torch.nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            residual = x
-        else:
-            residual.add_(x)
-        return self.mlp(self.attn(residual.tanh())), residual
-
-
-class Model(torch.nn.Module):
-    again = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Linear(WIDTH, WIDTH)
-        self.layers = torch.nn.ModuleList([Layer() for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, residual = self.embed(x), None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual)
-            hidden = self.embed(hidden) if self.again else hidden
-        return hidden + residual
-
-
-class Again(Model):
-    """One of its modules is called several times."""
-
-    again = True
 
 
 class Engine:

@@ -22,35 +22,9 @@ from invivo.interleaver.steady_mediator import SteadyMediator
 from invivo.interleaver.windows import Share, shares
 from invivo.vllm_backend.graphs import Graphs
 from support.fake_graph import FakeGraph
+from support.fused_toy import WIDTH, Model
 
-WIDTH = 4
 Visit = Callable[[Mediator, int], Any]
-
-
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp = torch.nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if residual is None:
-            residual = x
-        else:
-            residual.add_(x)
-        return self.mlp(residual.tanh()), residual
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Linear(WIDTH, WIDTH)
-        self.layers = torch.nn.ModuleList([Layer() for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, residual = self.embed(x), None
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual)
-        return hidden + residual
 
 
 class Engine:
