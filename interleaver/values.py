@@ -80,10 +80,10 @@ def copy_of(value: object, window: Window | None, where: Port) -> tuple[object, 
         with inference_mode(False):
             return copy_of(value, window, where)
     if type(value) is torch.Tensor:
-        piece = value.clone() if window is None and not value.requires_grad else _piece(value, window, where)
+        piece = value.clone() if window is None and not value.requires_grad else _row_or_piece(value, window, where)
         return piece, version_of(piece)
     if _is_flat(value):
-        parts = tuple([_piece(part, window, where) for part in value])
+        parts = tuple([_row_or_piece(part, window, where) for part in value])
         return parts, [*map(version_of, parts)]
     return _copy(value, window, where), None
 
@@ -108,10 +108,14 @@ def _copy(value: object, window: Window | None, where: Port) -> object:
 
 def _piece(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Tensor:
     """A copy of one run of rows."""
-    if window is not None and window.length == 1 < window.total and tensor.is_contiguous() and not tensor.requires_grad:
-        dim = row_dim(tensor, window, where)
-        return torch.narrow_copy(tensor, dim, window.start, 1)  # half of what two calls take
     return _view(tensor, window, where).clone()
+
+
+def _row_or_piece(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Tensor:
+    """As `_piece`; the version is not the same, as `narrow_copy` and `clone` begin to count differently."""
+    if window is not None and window.length == 1 < window.total and tensor.is_contiguous() and not tensor.requires_grad:
+        return torch.narrow_copy(tensor, row_dim(tensor, window, where), window.start, 1)  # half of what two calls take
+    return _piece(tensor, window, where)
 
 
 def _view(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.inputs import tokens_input
 
+from ..envoy.errors import InternalError, InvivoError
 from ..tracer.prompt import Prompt
 from .compat import AsyncEngineArgs, AsyncLLM, EngineDeadError
 from .course import Course, Sending
@@ -76,6 +77,7 @@ class TracingLLM(AsyncLLM):
 
         Raises:
             EngineDeadError: the engine's process is gone, or goes now.
+            InternalError: the call has failed in a worker that goes on.
         """
         try:
             core: Any = self.engine_core
@@ -85,12 +87,12 @@ class TracingLLM(AsyncLLM):
             call = partial(core._call_utility_async, "collective_rpc", method, timeout, args, kwargs)
             asked = engines if engine is None else [engines[engine]]
             return [one for answers in await asyncio.gather(*(call(engine=key) for key in asked)) for one in answers]
-        except EngineDeadError:
+        except (EngineDeadError, InvivoError):
             raise
         except Exception as error:
             if await asyncio.to_thread(dies, self.engine_core):
                 raise EngineDeadError from error
-            raise
+            raise InternalError(f"a worker failed in `{method}`: {error}") from error
 
 
 class AsyncEngine(Lifecycle[TracingLLM]):

@@ -206,9 +206,7 @@ def _key(request_id: str, keys: Iterable[str]) -> str:
 def _call(llm: LLM, method: str, *args: object) -> Any:
     try:
         return answer(llm.collective_rpc(method, args=args))
-    except EngineDeadError:
-        raise
-    except InvivoError:
+    except (EngineDeadError, InvivoError):
         raise
     except Exception as error:
         if dies(llm.llm_engine.engine_core):

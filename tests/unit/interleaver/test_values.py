@@ -90,6 +90,7 @@ SPLITS = {
     "in another order": ([Window(3, 2, 5), Window(0, 2, 5), Window(2, 1, 5)], True),
     "rows of others between and behind": ([Window(0, 2, 6), Window(3, 2, 6)], True),
     "mostly rows of others": ([Window(2, 1, 9), Window(5, 1, 9)], False),
+    "several rows and one, mostly those of others": ([Window(2, 2, 9), Window(5, 1, 9)], False),
 }
 
 
@@ -127,15 +128,15 @@ def test_one_request_gets_the_same_by_itself(form: str, window: Window | None) -
 def test_several_requests_get_copies_of_their_own_rows(form: str, windows: list[Window], at_once: bool) -> None:
     total = windows[0].total
     assert (_cut(tuple(windows)) is not None) == at_once
-    plain = numbers(total, 3)
-    value: object = {
-        "tensor": plain,
-        "tuple": (plain, None, plain + 100),
-        "behind a leading one": plain[None],
-        "transposed": numbers(3, total).T,
-        "in a list": [plain],
-    }[form]
     with torch.inference_mode():
+        plain = numbers(total, 3)
+        value: object = {
+            "tensor": plain,
+            "tuple": (plain, None, plain + 100),
+            "behind a leading one": plain[None],
+            "transposed": numbers(3, total).T,
+            "in a list": [plain],
+        }[form]
         made, versions = copies(value, windows, X)
         passing = Passing(value, X)
         held = [Held(copy, versions, window, passing) for copy, window in zip(made, windows, strict=True)]

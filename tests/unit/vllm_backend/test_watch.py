@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from invivo.envoy.errors import EngineDiedError
+from invivo.envoy.errors import EngineDiedError, InternalError
 from invivo.vllm_backend import watch
 from invivo.vllm_backend.async_engine import TracingLLM
 from invivo.vllm_backend.engine import Engine
@@ -75,7 +75,6 @@ def test_an_engine_that_dies_of_its_worker_is_called_dead(call: Call) -> None:
 
 
 @pytest.mark.parametrize("core", [engine_core(), engine_core(resources=SimpleNamespace(engine_dead=False))])
-def test_a_failure_of_an_engine_that_lives_stays_what_it_is(call: Call, core: Any) -> None:
-    with pytest.raises(Exception, match=FAILED) as caught:
+def test_a_failure_of_an_engine_that_lives_is_one_of_invivo(call: Call, core: Any) -> None:
+    with pytest.raises(InternalError, match=f"a worker failed in `invivo_collect`: {FAILED}"):
         call(core)
-    assert type(caught.value) is Exception
