@@ -14,7 +14,7 @@ import torch
 
 from bench import WIDTH, Bench
 from invivo import Local
-from measure import Figure, alternate, less
+from measure import Figure, alternate, less, over
 
 PORTS = 200
 
@@ -145,6 +145,13 @@ def ports(bench: Bench) -> list[Figure]:
     return [
         Figure("port read, local", "µs", reading, 10.0, how.format("reads the output", ""), limits),
         Figure("the same without invivo", "µs", each["bare"], None, how_bare),
+        Figure(
+            "port read, over that",
+            "x",
+            over(reading, each["bare"]),
+            None,
+            "the first of these rows over the second, within rounds: it stays when the machine's speed changes",
+        ),
         Figure(
             "port edited, local",
             "µs",
