@@ -111,7 +111,7 @@ class Member:
     @property
     def own(self) -> bool:
         """Whether no other block may change what this one saves."""
-        return not (self._group.shared or self._group.takes or self._group.gives)
+        return self._group.own
 
     # --- shared objects
 

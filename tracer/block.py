@@ -111,6 +111,11 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     common: tuple[TensorBlob, ...] = ()
     sampled: bool = False
 
+    @property
+    def own(self) -> bool:
+        """Whether no other block may change what this one saves."""
+        return not (self.shared or self.takes or self.gives)
+
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
     """One block for one request.

@@ -163,13 +163,13 @@ class SyncBackend:
         def ended(finished: Mapping[int, RequestOutput], call: Call) -> Collection[int]:
             outputs.update(finished)
             ready = [at for at in sorted(outputs.keys() - arriving.keys()) if outputs.keys() >= company[at]]
-            for some in [ready[start : start + _AT_ONCE] for start in range(0, len(ready), _AT_ONCE)]:
+            for some in _calls(ready, groups):
                 asked = [(payloads[at].trace, encode_output(outputs[at])) for at in some]
                 parcels = msgspec.msgpack.decode(call("invivo_collect_all", asked), type=list[bytes])
                 for at, parcel in zip(some, parcels, strict=True):
                     arriving[at] = Arriving(parcel, payloads[at].trace, call)
-                    if groups[at].gives or groups[at].shared:
-                        arriving[at].reply()  # others may change what it saved
+                    if not groups[at].own:
+                        arriving[at].reply()  # before another block goes on, which may change what it saved
             return arriving
 
         prepared = [_prepared(payload, request) for payload, request in zip(payloads, requests, strict=True)]
@@ -187,6 +187,17 @@ class SyncBackend:
             self._engine.call("invivo_discard_group", groups[0].trace, [payload.trace for payload in payloads])
             raise
         return [(checked(reply, outputs[at], groups[at]), outputs[at]) for at, reply in enumerate(replies)]
+
+
+def _calls(ready: Sequence[int], groups: Sequence[Group]) -> list[list[int]]:
+    """The blocks that are collected by one call each, in order: several where nobody else may change what they save."""
+    calls: list[list[int]] = []
+    for at in ready:
+        if calls and groups[at].own and groups[calls[-1][0]].own and len(calls[-1]) < _AT_ONCE:
+            calls[-1].append(at)
+        else:
+            calls.append([at])
+    return calls
 
 
 def was_preempted(reply: Reply) -> bool:

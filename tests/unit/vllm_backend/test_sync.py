@@ -19,7 +19,7 @@ from invivo.tracer.results import pack, unpack
 from invivo.vllm_backend.engine import Engine
 from invivo.vllm_backend.outbox import Outbox
 from invivo.vllm_backend.settings import KEY
-from invivo.vllm_backend.sync import Request, SyncBackend
+from invivo.vllm_backend.sync import Request, SyncBackend, _calls
 
 BLOCK = Block("with t:\n    pass\n", "f.py", 1, 0, "<module>", "module", None, ())
 
@@ -128,6 +128,16 @@ def test_blocks_that_meet_are_collected_together() -> None:
     llm = Llm([0, 2, 1])
     run(llm, ({}, {"b": 2}), ({}, {"b": 2}), ({}, {}))
     assert llm.log == ["send 0 1 2", "collect 2", "collect 0", "collect 1"]
+
+
+def test_one_call_collects_blocks_of_which_nobody_else_may_change_what_they_save() -> None:
+    """The others are copied one after the other: the end of a block's body may change what the one before has saved."""
+    own = Group("group", 0, 5, (), (), ())
+    taking, giving = Group("group", 0, 5, (("h", 0),), (), ()), Group("group", 0, 5, (), ("h",), ())
+    assert _calls([0, 1, 2, 3], [own] * 4) == [[0, 1, 2, 3]]
+    assert _calls([0, 1, 2, 4], [own, own, giving, own, taking]) == [[0, 1], [2], [4]]
+    assert _calls([0, 1, 2], [giving, own, own]) == [[0], [1, 2]]
+    assert [*map(len, _calls(range(40), [own] * 40))] == [16, 16, 8]
 
 
 def test_an_engine_that_cannot_start_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
