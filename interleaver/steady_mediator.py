@@ -5,18 +5,16 @@ See `lagging_hub`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
+from typing import Any
 
 import greenlet
 import torch
 
 from ..envoy.address import Port
-from ..envoy.tree import ModuleTree
 from .bounds import Bounds
-from .limits import Limits
 from .mediator import Mediator
-from .modes import Turns
 from .torch_compat import version_of
 from .values import Held
 from .views import Part, view
@@ -55,14 +53,8 @@ class SteadyMediator(Mediator):
     _columns: Sequence[Sequence[object]] = ()
     _count = _number = _at = 0
 
-    def __init__(
-        self,
-        tree: ModuleTree,
-        turns: Turns,
-        body: Callable[[Mediator], dict[str, object]],
-        limits: Limits | None = None,
-    ) -> None:
-        super().__init__(tree, turns, body, limits)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.trail: list[Port] = []
         self.before: list[Port] = []
         self._copy = _Kept()

@@ -125,7 +125,7 @@ def opened(ticket: Ticket) -> memoryview:
             raise Elsewhere("the engine's file may shrink")
         memory = _map(fd, size)
         if lent:
-            when_gone = weakref.finalize(memory.obj, _give_back, _map(fd, HEADER), _forks)
+            when_gone = weakref.finalize(memory.obj, _give_back, _map(fd, HEADER), _forks(), _forks().count)
             when_gone.atexit = False
         os.pwrite(fd, b"\1", TAKEN)
     except (OSError, RuntimeError) as error:
@@ -135,21 +135,27 @@ def opened(ticket: Ticket) -> memoryview:
     return memory
 
 
-_forks = 0
-"""How often this process has forked. A child has its mappings, too, and nobody knows how long it needs them."""
+class _Forks:
+    """How often this process has forked. A child has its mappings, too, and nobody knows how long it needs them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        os.register_at_fork(before=self.note)
+
+    def note(self) -> None:
+        """The process forks."""
+        self.count += 1
 
 
-def _note_fork() -> None:
-    global _forks
-    _forks += 1
+@cache
+def _forks() -> _Forks:
+    """Those since the first file was lent to this process."""
+    return _Forks()
 
 
-os.register_at_fork(before=_note_fork)
-
-
-def _give_back(header: memoryview, forks: int) -> None:
+def _give_back(header: memoryview, forks: _Forks, before: int) -> None:
     """Nothing here is in a file any more: the worker may use it again."""
-    if forks == _forks:
+    if forks.count == before:
         header[LENT] = Lending.RETURNED
 
 

@@ -160,7 +160,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 def test_a_child_of_the_client_keeps_what_it_has(worker: Outbox) -> None:
     first = send(worker, a=torch.ones(BIG, dtype=torch.uint8))
     value = home(first)["a"]
-    pickup._note_fork()  # as `os.fork` does; torch's threads would not survive one here
+    pickup._forks().note()  # as `os.fork` does; torch's threads would not survive one here
     del value
     wait_for(lambda: len(worker._files) == 1)
     again = send(worker, a=torch.zeros(BIG, dtype=torch.uint8))
@@ -169,12 +169,12 @@ def test_a_child_of_the_client_keeps_what_it_has(worker: Outbox) -> None:
 
 
 def test_a_fork_is_noticed() -> None:
-    before = pickup._forks
+    before = pickup._forks().count
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
-    assert pickup._forks == before + 1
+    assert pickup._forks().count == before + 1
 
 
 def test_saves_that_are_given_up_leave_a_free_file(worker: Outbox) -> None:
