@@ -16,6 +16,7 @@ from invivo import Local
 from invivo.envoy.envoy import Envoy
 from invivo.envoy.tree import ModuleTree
 from invivo.interleaver.launch import Launched, launch
+from invivo.interleaver.mediator import Mediator
 from invivo.tracer.backend import Reply
 from invivo.tracer.block import Payload
 from invivo.tracer.outer import OuterTrace
@@ -50,10 +51,10 @@ class Sink:
         return [(Reply(pack({}), None, "", (), None), None) for _ in payloads]
 
 
-def worker(tree: ModuleTree, root: Any) -> Callable[[Payload], Launched]:
+def worker(tree: ModuleTree, root: Any, kind: type[Mediator] = Mediator) -> Callable[[Payload], Launched]:
     """Makes mediators of payloads as an engine's worker does."""
     return lambda payload: launch(
-        payload, tree, lambda address: Envoy(tree, address, root) if address else root, capture_output=True
+        payload, tree, lambda address: Envoy(tree, address, root) if address else root, capture_output=True, kind=kind
     )
 
 
