@@ -40,8 +40,11 @@ def check_names(site: Site, captured: Captured) -> None:
 
 @lru_cache(maxsize=256)
 def _chains(tree: ast.AST) -> tuple[ast.Attribute | ast.Subscript, ...]:
-    """The attributes and items that are surely looked up; kept, since a trace may have many invokes of one body."""
-    return tuple(node for node in _certain(tree) if isinstance(node, ast.Attribute | ast.Subscript))
+    """The attributes and items that are surely looked up, each with all in front of it; kept, since a trace may have
+    many invokes of one body."""
+    found = [node for node in _certain(tree) if isinstance(node, ast.Attribute | ast.Subscript)]
+    inner = {id(node.value) for node in found}
+    return tuple(node for node in found if id(node) not in inner)
 
 
 def _certain(node: ast.AST) -> Iterator[ast.AST]:

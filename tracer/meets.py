@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 from types import BuiltinFunctionType, EllipsisType, FunctionType, ModuleType
 
 from ..envoy.address import LOGITS, SAMPLES
@@ -35,11 +36,13 @@ def no_module(site: Site, captured: Captured) -> bool:
         left -= 1
         if left < 0 or not _plain(value):
             return False
-    return _only_after_the_forward(site, models)
+    return _only_after_the_forward(site.tree, site.block.item, frozenset(models))
 
 
-def _only_after_the_forward(site: Site, models: set[str]) -> bool:
-    parts = [*site.tree.items[site.block.item + 1 :], *site.tree.body]
+@lru_cache(maxsize=256)
+def _only_after_the_forward(tree: ast.With, item: int, models: frozenset[str]) -> bool:
+    """Whether a body names the models for their logits and samples alone."""
+    parts = [*tree.items[item + 1 :], *tree.body]
     nodes = [node for part in parts for node in ast.walk(part)]
     met = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in (LOGITS, SAMPLES)}
     names = [node for node in nodes if isinstance(node, ast.Name)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from functools import lru_cache
 
 from ..envoy.envoy import RootEnvoy
 from . import effects
@@ -59,6 +60,7 @@ def payload_of(site: Site, captured: Captured, encoded: Encoded, seed: int) -> P
     )
 
 
-def _imported_random(source: str) -> set[str]:
+@lru_cache(maxsize=256)
+def _imported_random(source: str) -> frozenset[str]:
     """Random sources that the block itself imports."""
-    return {name for name in ("random", "numpy") if re.search(rf"\b(import|from)\s+{name}\b", source)}
+    return frozenset(name for name in ("random", "numpy") if re.search(rf"\b(import|from)\s+{name}\b", source))
