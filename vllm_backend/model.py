@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from ..envoy.envoy import RootEnvoy
-from ..envoy.errors import InternalError, MisuseError, PromptError, UnsupportedError
+from ..envoy.errors import InternalError, MisuseError, PromptError, SamplingError, UnsupportedError
 from ..interleaver.limits import limits
 from ..tracer.outer import OuterTrace
 from ..tracer.prompt import Prompt, check_alone, listed, tokenize
@@ -154,7 +154,9 @@ class VLLM(RootEnvoy):
 
         if len(prompt) != 1:
             raise PromptError(f"a request has one prompt, and this got {len(prompt)}: make an invoke of each.")
-        reuse_prefix = bool(given.pop("reuse_prefix"))
+        reuse_prefix = given.pop("reuse_prefix")
+        if not isinstance(reuse_prefix, bool):
+            raise SamplingError(f"`reuse_prefix` takes True or False, and got {reuse_prefix!r}.")
         params = sampling_params(given)
         if isinstance(self._engine, AsyncEngine):
             check_streams(params)

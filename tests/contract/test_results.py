@@ -85,6 +85,8 @@ def test_sampling_parameters_that_a_trace_cannot_have(smollm2: Any) -> None:
     with pytest.raises(SamplingError, match=r"takes a vllm\.SamplingParams, and got dict"):
         with model.trace(PROMPT, sampling_params={"max_tokens": 1}):
             pass
+    with pytest.raises(SamplingError, match="`reuse_prefix` takes True or False, and got 'no'"):
+        smollm2.trace(PROMPT, reuse_prefix="no")  # type: ignore[arg-type]
     with pytest.raises(SamplingError, match="must not have the key 'invivo'"):
         with model.trace(PROMPT, extra_args={"invivo": b""}):
             pass
