@@ -105,8 +105,9 @@ class Homecoming:
     def _collisions(self) -> dict[str, list[int]]:
         """Names that several invokes saved by themselves, with the numbers of these.
 
-        Left out are names of functions that the body calls, names that the body saved as well, and values that one
-        invoke took from the other to go on with.
+        Left out are names of functions that the body calls, names that the body saved as well, values that one invoke
+        took from the other to go on with, and names that are saved by none but invokes with a name after `as`, each of
+        which has its own in `saves`.
         """
         found: dict[str, list[int]] = {}
         for invoke in self._invokes:
@@ -118,4 +119,5 @@ class Homecoming:
                     before[-1] = invoke.index
                 else:
                     before.append(invoke.index)
-        return {name: indices for name, indices in found.items() if len(indices) > 1}
+        nameless = {invoke.index for invoke in self._invokes if invoke.site is None or invoke.site.tracer is None}
+        return {name: at for name, at in found.items() if len(at) > 1 and not nameless.isdisjoint(at)}

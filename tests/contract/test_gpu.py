@@ -229,13 +229,15 @@ def test_large_saves_are_copied_by_the_gpu_into_files_that_are_used_again(model:
     prompts = [[n] * 100 for n in range(3, 9)]
 
     def run(times: int) -> list[list[torch.Tensor]]:
+        invokes = []
         with model.trace(max_tokens=4, temperature=0, ignore_eos=True) as tracer:
             for prompt in prompts:
-                with tracer.invoke(prompt):
+                with tracer.invoke(prompt) as one:
                     hidden, residual = model.model.layers[1].output
                     seen: Any = [hidden.repeat(times, 1), residual.repeat(times, 1), hidden[::2], hidden.T]
                     seen.save()
-        return [one.saves["seen"] for one in tracer.invokes]
+                invokes.append(one)
+        return [one.saves["seen"] for one in invokes]
 
     small, files = run(1), runner(model).serving.outbox._files
     run(80)
@@ -288,18 +290,18 @@ def test_blocks_that_only_read_have_several_steps_in_one_turn(model: VLLM, monke
     steps, prompts = 60, [PROMPT, PROMPT[::-1], PROMPT[3:]]
 
     def run() -> tuple[list[list[Any]], list[list[int]]]:
+        invokes = []
         with model.trace(max_tokens=steps, temperature=0, ignore_eos=True) as tracer:
             for at, prompt in enumerate(prompts):
-                with tracer.invoke(prompt, max_tokens=steps - 9 * at):
+                with tracer.invoke(prompt, max_tokens=steps - 9 * at) as one:
                     seen: Any = []
                     for _ in tracer.iter[:]:
                         hidden, residual = model.model.layers[1].output
                         inner = model.model.layers[2].mlp.output
                         seen.append([hidden, residual, inner, model.logits, model.samples])
                     seen.save()
-        return [one.saves["seen"] for one in tracer.invokes], [
-            list(one.result.outputs[0].token_ids) for one in tracer.invokes
-        ]
+                invokes.append(one)
+        return [one.saves["seen"] for one in invokes], [list(one.result.outputs[0].token_ids) for one in invokes]
 
     hub = runner(model).serving.hub
     with monkeypatch.context() as without:

@@ -58,6 +58,17 @@ def test_a_name_that_two_invokes_saved() -> None:
     assert h.shape == (4,)
 
 
+def test_a_name_that_invokes_with_names_saved() -> None:
+    """Each is asked for its own, so nobody is surprised."""
+    invokes = []
+    with MODEL.trace() as tracer:
+        for place in range(2):
+            with tracer.invoke(X) as one:
+                h = (MODEL[0].output + place).save()
+            invokes.append(one)
+    assert torch.equal(h, invokes[1].saves["h"]) and not torch.equal(h, invokes[0].saves["h"])
+
+
 def test_the_exception_of_a_body_goes_first() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         with MODEL.trace(X) as tracer:
