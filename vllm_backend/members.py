@@ -41,6 +41,19 @@ class Members:
         if group is not None:
             self._forget(request, group)
 
+    def shares(self, request: str) -> bool:
+        """Whether other blocks of its trace can tell the order of the turns of a request's block."""
+        group = self._groups.get(request)
+        return group is not None and not group.alone
+
+    def sharing(self, request: str) -> list[str]:
+        """The others of its trace whose blocks run and share something, if its own does."""
+        group = self._groups.get(request)
+        if group is None or group.alone:
+            return []
+        running = self._running.get(group.trace, {})
+        return [other for other, its in running.items() if other != request and not its.alone]
+
     def _forget(self, request: str, group: Group) -> None:
         running = self._running.get(group.trace, {})
         running.pop(request, None)
