@@ -46,13 +46,11 @@ class Members:
         group = self._groups.get(request)
         return group is not None and not group.alone
 
-    def sharing(self, request: str) -> list[str]:
-        """The others of its trace whose blocks run and share something, if its own does."""
+    def shared(self, request: str) -> str | None:
+        """The trace of a request whose block runs and shares something with others of it; else None."""
         group = self._groups.get(request)
-        if group is None or group.alone:
-            return []
-        running = self._running.get(group.trace, {})
-        return [other for other, its in running.items() if other != request and not its.alone]
+        runs = group is not None and request in self._running.get(group.trace, ())
+        return group.trace if group is not None and runs and not group.alone else None
 
     def _forget(self, request: str, group: Group) -> None:
         running = self._running.get(group.trace, {})

@@ -96,6 +96,7 @@ class _TraceRules(_Scheduler):
         self._taken: dict[str, int] = {}
         self._told: dict[str, bytes] = {}  # what the last stage of a pipeline tells the others, by request,
         self._told_of_sharing: dict[str, bytes] = {}  # and what others than that request may need
+        self._under_way: set[str] = set()
         self._stages = self.vllm_config.parallel_config.pipeline_parallel_size > 1
         self._favoured: Request | None = None
         self._passed_over: str | None = None
@@ -136,6 +137,9 @@ class _TraceRules(_Scheduler):
             self._told_of_sharing.clear()
             return super().schedule(throttle_prefills)
         self._taken.clear()
+        self._under_way.clear()
+        if self._stages:
+            self._see_under_way()
         first = self._next_to_begin()
         out = {request.request_id for request in self.running if self._pauses(request)}
         places = self._places_taken()
@@ -259,11 +263,15 @@ class _TraceRules(_Scheduler):
         )
 
     def _follows(self, request: Request) -> bool:
-        """Whether another request, whose block shares something with its own, is under way in the stages."""
-        return self._stages and any(
-            other in self.requests and self.requests[other].num_in_flight_tokens > 0
-            for other in self._members.sharing(request.request_id)
-        )
+        """Whether a request whose block shares something with its own is under way in the stages."""
+        return self._members.shared(request.request_id) in self._under_way
+
+    def _see_under_way(self) -> None:
+        """See which traces have blocks that share something, and are on their way through the stages."""
+        for name in self._blocks:
+            trace = self._members.shared(name)
+            if trace is not None and self.requests[name].num_in_flight_tokens > 0:
+                self._under_way.add(trace)
 
     def _untraced(self, request: Request) -> bool:
         return request.request_id not in self._traced

@@ -45,6 +45,6 @@ def test_those_that_share_something_are_known_until_their_blocks_have_ended() ->
     members = three()
     members.add("d", Group("trace", 3, 4, (), ("x",), ()))
     assert [members.shares(name) for name in "abcde"] == [True, True, True, False, False]
-    assert members.sharing("a") == ["b", "c"] and members.sharing("d") == members.sharing("e") == []
+    assert [members.shared(name) for name in "abcde"] == ["trace", "trace", "trace", None, None]
     members.block_ended("b")
-    assert members.sharing("a") == ["c"] and members.shares("b")
+    assert members.shared("b") is None and members.shares("b")
