@@ -76,7 +76,8 @@ class Pipeline:
         self.hubs: list[StagedHub] = []
         for stage, model in enumerate(self.models):
             hub = StagedHub(model)
-            hub.set_stage(model, Places(stage, trees), Stages(stage, said))
+            others: Any = Stages(stage, said)
+            hub.set_stage(model, Places(stage, trees), others)
             self.hubs.append(hub)
         self.back: dict[str, bytes] = {}
         self.computed: dict[str, int] = {}

@@ -99,10 +99,6 @@ def test_what_a_block_is_refused_and_catches_it_is_refused_in_all_stages(last: b
             except PortPassedError:
                 seen.append("passed")
             try:
-                model.head(torch.ones(2).to_sparse().flatten("wrong"))
-            except Exception:
-                seen.append("failed")
-            try:
                 model.head(None)
             except TypeError:
                 seen.append("failed in the module")
@@ -119,7 +115,7 @@ def test_what_a_block_is_refused_and_catches_it_is_refused_in_all_stages(last: b
         pipeline.step()
     pipeline.end("a")
     assert first.failure is None and late.failure is None
-    step = ["passed", 8.0, "passed", "failed", "failed in the module", *([] if last else [16.0]), "not reached"]
+    step = ["passed", 8.0, "passed", "failed in the module", *([] if last else [16.0]), "not reached"]
     assert first.scope["seen"] == late.scope["seen"] == [4.0, *step, *([4.0, "passed", *step] * 2)]
 
 
