@@ -61,7 +61,11 @@ class Envoy:
         session = active.current()
         if session is None or session.tree is not self._tree:
             session = self._session("output")  # raises
-        return session.read(self._port, "output")
+        try:
+            return session.read(self._port, "output")
+        except AttributeError as error:
+            self._raised = error
+            raise
 
     @output.setter
     def output(self, value: object) -> None:
@@ -98,6 +102,11 @@ class Envoy:
     def __getattr__(self, name: str) -> Envoy:
         if name.startswith("_"):
             self._refuse(name)
+        raised = vars(self).pop("_raised", None)
+        if (
+            raised is not None and name in self._writable()
+        ):  # of the port: to Python it means that there is no such name
+            raise raised
         child = Envoy(self._tree, self._tree.child(self._address, name), self._root)
         vars(self)[name] = child  # found there next time, without coming by here
         return child
@@ -189,7 +198,11 @@ class Envoy:
         session = active.current()
         if session is None or session.tree is not self._tree:
             session = self._session(part)  # raises
-        return session.read(port_at(self._address, kind), part)
+        try:
+            return session.read(port_at(self._address, kind), part)
+        except AttributeError as error:
+            self._raised = error
+            raise
 
     def _write(self, kind: str, part: str, value: object) -> None:
         self._session(part).write(port_at(self._address, kind), part, value)

@@ -105,8 +105,8 @@ class Member:
 
     @property
     def alone(self) -> bool:
-        """Whether the block shares nothing with others that they could tell the order of their turns from."""
-        return not (self._group.shared or self._group.takes or self._group.barriers)
+        """See `Group.alone`."""
+        return self._group.alone
 
     @property
     def own(self) -> bool:
@@ -273,6 +273,11 @@ class Member:
             return None
         values: dict[str, object] = read(home.values, home.tensors, shared=self.shared)["home"]
         return values
+
+
+def shares(mediator: Mediator) -> bool:
+    """Whether other blocks can tell the order of the turns of this one."""
+    return mediator.member is not None and not mediator.member.alone
 
 
 def _fill(empty: Any, items: Any) -> None:

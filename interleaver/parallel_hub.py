@@ -25,6 +25,7 @@ from ..envoy.errors import InternalError, LimitError, RanksError, UnsupportedErr
 from ..tracer.failure import Failure, describe, rebuild
 from .calls import ModuleCall
 from .generator import SEAT
+from .group import shares
 from .hub import Hub
 from .mediator import Mediator
 from .recorder import Recorder
@@ -145,8 +146,10 @@ class ParallelHub(Hub):
         turns: list[tuple[Mediator, Held, Window | None]] = []
         served = 0
         while True:
-            batch = [mediator for mediator in waiting[served:] if not mediator.done]
-            served = len(waiting)
+            rest = waiting[served:]
+            one_by_one = sum(map(shares, rest)) > 1  # a call hands over, and the next one must wait
+            batch = [mediator for mediator in (rest[:1] if one_by_one else rest) if not mediator.done]
+            served += 1 if one_by_one else len(rest)
             if batch:
                 self._give_turns(batch, port, value, turns)
             more = len(waiting) > served

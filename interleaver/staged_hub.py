@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from ..envoy.address import Port
 from ..envoy.tree import Learned
 from ..tracer.failure import describe
+from .group import shares
 from .hooks import Hooks
 from .hub import Hub
 from .mediator import Mediator
@@ -43,19 +45,21 @@ class Staged(Hub):
 
     places: Places
     stages: Ranks
+    _clock: Iterator[int]
     _before: Learned | None = None
     _told_order = False
 
     def set_stage(self, model: torch.nn.Module, places: Places, stages: Ranks) -> None:
         """Called once, before all else."""
-        self.places, self.stages = places, stages
+        self.places, self.stages, self._clock = places, stages, count()
         self.tree = places.tree
         self._hooks = _StageHooks(model, self.fire)
 
     def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
         """See `Hub`."""
         assert isinstance(mediator, StagedMediator), "blocks of a stage are launched as such"
-        mediator.script, mediator.vocabulary = Script(self.places), vocabulary
+        mediator.script, mediator.vocabulary = Script(self.places, self._clock), vocabulary
+        mediator.shares = shares(mediator)
         super().add(request, mediator, vocabulary)
 
     # --- what stages tell each other
@@ -66,18 +70,16 @@ class Staged(Hub):
         if learned is not None:
             self._before, self.learned = learned, combined(learned, self.learned)
         for request, told in blocks.items():
-            self._give(request, told)
             mediator = self._staged(request)
             if mediator is not None:
+                mediator.script.give(told.entries, back=False)
                 mediator.script.failure, mediator.script.over = told.failure, told.over
 
     def hear_back(self, told: Mapping[str, bytes]) -> None:
-        """What later stages have read in the last step of requests whose next step begins; comes before `hear`."""
+        """What later stages have read in the last steps of requests; comes before `hear`."""
         if self.places.last:
             return
-        for request, data in told.items():
-            if request in self.mediators:
-                self._catch_up(request, data)
+        self._catch_up({request: data for request, data in told.items() if request in self.mediators})
         self._after_turns()
 
     def tell(self) -> bytes:
@@ -100,12 +102,19 @@ class Staged(Hub):
         return blocks
 
     def tell_back(self) -> dict[str, bytes]:
-        """For the stages before this one, which is the last: what blocks that go on have read in this step."""
-        return {
-            request: encode(Told([entry for entry in mediator.script.read if entry.stage > 0]))
-            for request in self._shares
-            if (mediator := self._staged(request)) is not None and not mediator.done and mediator.script.read
-        }
+        """For the stages before this one, which is the last: what blocks have read in this step.
+
+        Those that have ended only where others may need what they have left in what they share.
+        """
+        told = {}
+        for request in self._shares:
+            mediator = self._staged(request)
+            if mediator is None or (mediator.done and (mediator.told_end or not mediator.shares)):
+                continue
+            mediator.told_end = mediator.done
+            if mediator.script.read:
+                told[request] = encode(Told([entry for entry in mediator.script.read if entry.stage > 0]))
+        return told
 
     def meet_at_end(self, request: str | None) -> None:
         """All stages, outside of a step: what the last one has read of a request that has ended.
@@ -121,27 +130,47 @@ class Staged(Hub):
         told = self.stages.exchange_any(mine)[-1]
         if request is not None and not self.places.last:
             if told:  # by the same rank of the last stage, so maybe not for all ranks of this one
-                self._catch_up(request, told)
+                self._catch_up({request: told})
             self._after_turns()
 
     def _staged(self, request: str) -> StagedMediator | None:
         mediator = self.mediators.get(request)
         return mediator if isinstance(mediator, StagedMediator) else None
 
-    def _give(self, request: str, told: Told, *, back: bool = False) -> None:
-        mediator = self._staged(request)
-        if mediator is not None:
-            own, given = self.places.stage, mediator.script.given
-            given.clear()
-            given.extend(entry for entry in told.entries if (entry.stage > own if back else entry.stage < own))
+    def _catch_up(self, told: Mapping[str, bytes]) -> None:
+        """Have blocks go over what later stages have read. Nothing is raised: other ranks would be kept waiting."""
+        blocks = [mediator for request in told if (mediator := self._staged(request)) is not None]
+        for mediator in blocks:
+            self._guarded(partial(self._give_back, mediator, told[mediator.request]))
+            if not mediator.shares and mediator.script.given and isinstance(mediator.wait, Port):
+                self._guarded(partial(self._turn, mediator, partial(mediator.told, mediator.wait)))
+        self._go_over(blocks)
 
-    def _catch_up(self, request: str, data: bytes) -> None:
-        """Have a block go over what later stages have read. Nothing is raised: other ranks would be kept waiting."""
-        self._guarded(lambda: self._give(request, decode(data, self._device()), back=True))
-        mediator = self._staged(request)
-        if mediator is not None and mediator.script.given and isinstance(mediator.wait, Port):
+    def _give_back(self, mediator: StagedMediator, data: bytes) -> None:
+        mediator.script.give(decode(data, self._device()).entries, back=True)
+
+    def _go_over(self, blocks: Iterable[StagedMediator]) -> None:
+        """Have blocks that share something go over what they have read elsewhere, in the order in which they did."""
+        sharing = [mediator for mediator in blocks if mediator.shares]
+        while due := [mediator for mediator in sharing if mediator.script.given and isinstance(mediator.wait, Port)]:
+            mediator = min(due, key=_next_given)
             port = mediator.wait
-            self._guarded(lambda: self._turn(mediator, partial(mediator.told, port)))
+            assert isinstance(port, Port), "it is due"
+            waiting = self._waiting.get(port, [])
+            if mediator in waiting:
+                waiting.remove(mediator)
+            if not waiting:
+                self._waiting.pop(port, None)
+            self._guarded(partial(self._turn, mediator, partial(mediator.told, port)))
+
+    def enter(self, requests: Iterable[str]) -> list[str]:
+        """See `Hub`."""
+        present = super().enter(requests)
+        blocks = [mediator for request in present if (mediator := self._staged(request)) is not None]
+        if any(mediator.shares for mediator in blocks):
+            self._go_over(blocks)
+            self._after_turns()
+        return present
 
     # --- one step
 
@@ -172,6 +201,12 @@ class Staged(Hub):
     def _device(self) -> torch.device | None:
         parameters: Any = self._hooks.module("").parameters()
         return next((parameter.device for parameter in parameters), None)
+
+
+def _next_given(mediator: StagedMediator) -> tuple[int, int]:
+    """Where and when it has read what it is told next."""
+    entry = mediator.script.given[0]
+    return entry.stage, entry.order
 
 
 class StagedHub(Staged, Hub):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..envoy.address import SAMPLES, Port, port_at
+from ..envoy.errors import PortError, UnsupportedError
 from .mediator import Mediator
 from .stages import CALL, Entry, Script
 from .structure import map_tensors
@@ -18,10 +19,15 @@ class StagedMediator(Mediator):
     Attributes:
         script: what it reads in this and other stages.
         vocabulary: how many token ids there are.
+        shares: other blocks can tell the order of its turns.
+        told_end: the stages before the last one were told of the step in which it has ended.
     """
 
     script: Script
     vocabulary: int | None
+    shares = False
+    told_end = False
+    _told: Exception | None = None
     _at: Entry | None = None
     """What was noted of the port that it is at."""
 
@@ -35,6 +41,7 @@ class StagedMediator(Mediator):
         try:
             entry = self.script.next(port)
         except Exception as error:
+            self._told = error
             self.fail(error)
             return
         assert entry is not None, "there is something to tell"
@@ -49,11 +56,16 @@ class StagedMediator(Mediator):
             return entry.value
         if not self.script.places.here(address):
             before = self.port, self.held, self._at
-            self.hand_over(port)
-            result = self.held.value  # type: ignore[union-attr]  # it was told
-            self.port, self.held, self._at = before
-            return result
-        result = super().call(address, args, kwargs)
+            try:
+                self.hand_over(port)
+                return self.held.value  # type: ignore[union-attr]  # it was told
+            finally:
+                self.port, self.held, self._at = before
+        try:
+            result = super().call(address, args, kwargs)
+        except Exception as error:
+            self.script.refuse(port, error)
+            raise
         self.script.note(port, result)
         return result
 
@@ -69,10 +81,18 @@ class StagedMediator(Mediator):
             if self._turns.checked:
                 self._turns.check()
             self._depart()
+            if self.shares and self.script.given:  # the hub has the blocks take turns as they did before
+                self.hand_over(port)
+                return
             if (entry := self.script.next(port)) is not None:
                 self._take(port, entry)
                 return
-        super()._go(port)
+        try:
+            super()._go(port)
+        except (PortError, UnsupportedError) as error:
+            if error is not self._told:
+                self.script.refuse(port, error)
+            raise
 
     def _take(self, port: Port, entry: Entry) -> None:
         """Be at a port of another stage."""

@@ -12,16 +12,16 @@ from __future__ import annotations
 import io
 import pickle
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ..envoy.address import Port, port_at
-from ..envoy.errors import PortPassedError, RanksError
+from ..envoy.errors import PortPassedError, RanksError, UnsupportedError
 from ..envoy.tree import Learned, ModuleInfo, ModuleTree
-from ..tracer.failure import Failure, rebuild
+from ..tracer.failure import Failure, describe, rebuild
 from .shards import checksum
 from .structure import map_tensors
 
@@ -34,21 +34,25 @@ ABSENT = "PPMissingLayer"
 
 @dataclass
 class Entry:
-    """What a block has read.
+    """What a block has read, or was refused.
 
     Attributes:
         stage: where.
+        order: its place among all that blocks have read in that stage.
         address: the module's.
         kind: of the port.
         value: as it was.
         edit: tells apart what it has put in its place; 0 if nothing.
+        refused: the exception that it got instead, and may have caught.
     """
 
     stage: int
+    order: int
     address: str
     kind: str
     value: Any
     edit: int = 0
+    refused: Failure | None = None
 
 
 class Elsewhere(NamedTuple):
@@ -59,6 +63,15 @@ class Elsewhere(NamedTuple):
     """
 
     class_name: str
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python's own questions
+            raise AttributeError(name)
+        raise UnsupportedError(
+            f"`{name}` of a {self.class_name} cannot be had here: a module that another one is called with stays in "
+            "its stage of the pipeline, and the block runs in the others, too. Call the module by its name in the "
+            "model (`model.lm_head(hidden)`)."
+        )
 
 
 class Told(NamedTuple):
@@ -121,6 +134,7 @@ class Script:
 
     Args:
         places: which modules are where.
+        clock: counts what all blocks of this stage read.
 
     Attributes:
         places: which modules are where.
@@ -130,8 +144,10 @@ class Script:
         over: it has ended in an earlier stage.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, places: Places, clock: Iterator[int]) -> None:
         self.places = places
+        self._clock = clock
+        self._heard: dict[int, int] = {}
         self.read: list[Entry] = []
         self.given: deque[Entry] = deque()
         self.failure: Failure | None = None
@@ -139,9 +155,33 @@ class Script:
 
     def note(self, port: Port, value: object) -> Entry:
         """The block reads this now, and may change it."""
-        entry = Entry(self.places.stage, port.address, port.kind, map_tensors(value, torch.Tensor.clone))
+        entry = self._entry(port, map_tensors(value, torch.Tensor.clone))
         self.read.append(entry)
         return entry
+
+    def refuse(self, port: Port, error: Exception) -> None:
+        """The block gets this instead of the port that it asks for: if it catches that, it does so in all stages."""
+        entry = self._entry(port, None)
+        entry.refused = describe(error)
+        self.read.append(entry)
+
+    def _entry(self, port: Port, value: object) -> Entry:
+        return Entry(self.places.stage, next(self._clock), port.address, port.kind, value)
+
+    def give(self, entries: Iterable[Entry], *, back: bool) -> None:
+        """The block is to be told of these.
+
+        Args:
+            entries: what it has read; of this, what was read here or told before is left out.
+            back: by later stages, not by earlier ones.
+        """
+        own = self.places.stage
+        self.given.clear()
+        self.given.extend(
+            entry
+            for entry in entries
+            if (entry.stage > own and entry.order > self._heard.get(entry.stage, -1) if back else entry.stage < own)
+        )
 
     def next(self, port: Port) -> Entry | None:
         """What the block is told of the port that it asks for; None if it is to wait for it.
@@ -149,7 +189,7 @@ class Script:
         Raises:
             RanksError: another stage says that it asked for another one, or has ended.
             PortPassedError: the port is one of an earlier stage, where it was not asked for.
-            whatever has ended the block in an earlier stage.
+            whatever the block was refused it with in another stage, or has ended it in an earlier one.
         """
         if self.given:
             entry = self.given.popleft()
@@ -160,14 +200,20 @@ class Script:
                 )
             if entry.stage < self.places.stage:
                 self.read.append(replace(entry, value=map_tensors(entry.value, torch.Tensor.clone)))
+            else:
+                self._heard[entry.stage] = entry.order
+            if entry.refused is not None:
+                raise rebuild(entry.refused)
             return entry
         self._check_over_before(f"it asks for {port}")
         if self.places.earlier(port):
-            raise PortPassedError(
-                f"{port} has passed: it belongs to an earlier stage of the pipeline than what the block has read or "
-                "called before, and that stage was done first. Within a step, read and write ports in execution order, "
-                "and call modules of later stages (the last norm, the output head) after them."
+            passed = PortPassedError(
+                f"{_what(port)}: it belongs to an earlier stage of the pipeline than what the block has read or "
+                "called before, and that stage was done first. Within a step, read and write ports and call modules in "
+                "execution order, and those of later stages (the last norm, the output head) after them."
             )
+            self.refuse(port, passed)
+            raise passed
         return None
 
     def leave(self, entry: Entry, changed: Sequence[torch.Tensor | None]) -> None:
@@ -226,6 +272,11 @@ _ALIKE = (
     "A block runs in each stage, with the same values and random numbers. What differs from process to process (the "
     "time, ids of objects and processes, files) must not decide what it asks for, calls or writes."
 )
+
+
+def _what(port: Port) -> str:
+    """What came too late."""
+    return f"{port.address} cannot be called any more in this step" if port.kind == CALL else f"{port} has passed"
 
 
 def encode(message: object) -> bytes:

@@ -112,6 +112,11 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     sampled: bool = False
 
     @property
+    def alone(self) -> bool:
+        """Whether the block shares nothing with others that they could tell the order of their turns from."""
+        return not (self.shared or self.takes or self.barriers)
+
+    @property
     def own(self) -> bool:
         """Whether no other block may change what this one saves."""
         return not (self.shared or self.takes or self.gives)

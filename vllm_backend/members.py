@@ -41,6 +41,17 @@ class Members:
         if group is not None:
             self._forget(request, group)
 
+    def shares(self, request: str) -> bool:
+        """Whether other blocks of its trace can tell the order of the turns of a request's block."""
+        group = self._groups.get(request)
+        return group is not None and not group.alone
+
+    def shared(self, request: str) -> str | None:
+        """The trace of a request whose block runs and shares something with others of it; else None."""
+        group = self._groups.get(request)
+        runs = group is not None and request in self._running.get(group.trace, ())
+        return group.trace if group is not None and runs and not group.alone else None
+
     def _forget(self, request: str, group: Group) -> None:
         running = self._running.get(group.trace, {})
         running.pop(request, None)

@@ -4,6 +4,8 @@
 - When memory is short, untraced requests are preempted first.
 - A traced request leaves nothing in the prefix cache: its keys and values may be those of an edited run.
 - A request waits for those of its trace that it meets at a barrier (`members`).
+- Requests whose blocks share something are not under way in several engine steps at once, as there are where a model
+  has pipeline stages: each stage must see the turns of these blocks in the same order.
 - A request whose block runs is computed again when the outcome of its last engine step is known, also where vLLM
   prepares steps ahead of that: its token may be the last one, and its block may have come to a barrier. Where it can
   do without, it runs ahead like any other (`ahead`).
@@ -92,7 +94,10 @@ class _TraceRules(_Scheduler):
         self._ended: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()
         self._taken: dict[str, int] = {}
-        self._told: dict[str, bytes] = {}  # what the last stage of a pipeline tells the others
+        self._told: dict[str, bytes] = {}  # what the last stage of a pipeline tells the others, by request,
+        self._told_of_sharing: dict[str, bytes] = {}  # and what others than that request may need
+        self._under_way: set[str] = set()
+        self._stages = self.vllm_config.parallel_config.pipeline_parallel_size > 1
         self._favoured: Request | None = None
         self._passed_over: str | None = None
         self._yielded = False
@@ -129,8 +134,12 @@ class _TraceRules(_Scheduler):
 
     def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
         if not self._traced:
+            self._told_of_sharing.clear()
             return super().schedule(throttle_prefills)
         self._taken.clear()
+        self._under_way.clear()
+        if self._stages:
+            self._see_under_way()
         first = self._next_to_begin()
         out = {request.request_id for request in self.running if self._pauses(request)}
         places = self._places_taken()
@@ -147,6 +156,8 @@ class _TraceRules(_Scheduler):
         output = super().schedule(throttle_prefills)
         self.max_num_active_reqs = limit
         told = {request: self._told.pop(request) for request in output.num_scheduled_tokens if request in self._told}
+        told |= self._told_of_sharing
+        self._told_of_sharing.clear()
         if told:
             vars(output)[TOLD] = told
         if out:
@@ -176,7 +187,8 @@ class _TraceRules(_Scheduler):
             for request in getattr(model_runner_output, DONE, ()):
                 self._blocks.discard(request)
                 self._members.block_ended(request)
-        self._told.update(getattr(model_runner_output, TOLD, {}))
+        for request, told in getattr(model_runner_output, TOLD, {}).items():
+            (self._told_of_sharing if self._members.shares(request) else self._told)[request] = told
         self._transit.add(getattr(model_runner_output, SAVES, {}))
         clients: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
         for client in clients.values():
@@ -226,6 +238,8 @@ class _TraceRules(_Scheduler):
         favoured = self._favoured
         if favoured is not None and request is not favoured and favoured.request_id not in self._taken:
             return False
+        if self._follows(request):
+            return False
         if request.request_id not in self._to_begin:
             return True  # what is computed once more may come in pieces
         if self._members.waits(request.request_id, self._held):
@@ -236,14 +250,28 @@ class _TraceRules(_Scheduler):
         """The first waiting request that can begin, and has to with its whole prompt."""
         waiting = self._to_begin.values()
         for request in waiting if self.policy == SchedulingPolicy.FCFS else sorted(waiting):
-            if request.status == RequestStatus.WAITING and not self._members.waits(request.request_id, self._held):
+            waits = self._members.waits(request.request_id, self._held) or self._follows(request)
+            if request.status == RequestStatus.WAITING and not waits:
                 return request
         return None
 
     def _pauses(self, request: Request) -> bool:
         """Whether a running request must not be computed now."""
         waits = request.request_id in self._blocks and request.request_id not in self._ahead
-        return (waits and request.num_in_flight_tokens > 0) or request.request_id in self._held
+        return (
+            (waits and request.num_in_flight_tokens > 0) or request.request_id in self._held or self._follows(request)
+        )
+
+    def _follows(self, request: Request) -> bool:
+        """Whether a request whose block shares something with its own is under way in the stages."""
+        return self._members.shared(request.request_id) in self._under_way
+
+    def _see_under_way(self) -> None:
+        """See which traces have blocks that share something, and are on their way through the stages."""
+        for name in self._blocks:
+            trace = self._members.shared(name)
+            if trace is not None and self.requests[name].num_in_flight_tokens > 0:
+                self._under_way.add(trace)
 
     def _untraced(self, request: Request) -> bool:
         return request.request_id not in self._traced

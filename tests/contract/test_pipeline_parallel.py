@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -319,6 +320,46 @@ def test_invokes_hand_values_over_and_meet(llama: VLLM) -> None:
             llama.model.layers[2].mlp.output[:] = box["value"]
             patched = llama.logits.save()
     assert errors(patched, plain) > BOUND
+
+
+def test_blocks_that_share_an_object_have_their_turns_in_the_order_of_one_worker(llama: VLLM) -> None:
+    """Also in the stage that is told what the other has read, and where one of them ends before the others."""
+    with llama.trace(temperature=0, ignore_eos=True) as tracer:
+        order, box = list().save(), {}
+        with tracer.invoke(PROMPT, max_tokens=3):
+            for step in tracer.iter[:]:
+                middle = llama.model.layers[1].mlp.output
+                middle[-1] = box["early"][-1]
+                order.append(("first", step, 1))
+                box["late", step] = llama.model.layers[2].mlp.output
+                order.append(("first", step, 2))
+        with tracer.invoke(PROMPT, max_tokens=4):
+            for step in tracer.iter[:]:
+                box["early"] = llama.model.layers[0].mlp.output * len(order)
+                if step == 3:
+                    llama.model.layers[0].mlp.output[-1] = box["late", 2][-1]
+                order.append(("second", step, 0))
+                llama.model.layers[1].mlp.output
+                order.append(("second", step, 1))
+                llama.logits
+    turns = [("second", 0), ("first", 1), ("second", 1), ("first", 2)]
+    expected = [(name, step, at) for step in range(3) for name, at in turns]
+    assert order == [*expected, ("second", 3, 0), ("second", 3, 1)]
+
+
+def test_what_a_block_is_refused_and_catches_does_not_end_it(llama: VLLM) -> None:
+    with llama.trace(PROMPT, max_tokens=3, temperature=0, ignore_eos=True) as tracer:
+        seen = list().save()
+        for _ in tracer.iter[:]:
+            llama.model.layers[2].mlp.output
+            for ask in (lambda: llama.model.layers[0].output, lambda: llama.lm_head(torch.zeros(2, 3))):
+                try:
+                    ask()
+                except (PortPassedError, RuntimeError) as error:
+                    seen.append(type(error).__name__)
+            with suppress(PortNotReachedError):
+                llama.model.output
+    assert seen == ["PortPassedError", "RuntimeError"] * 3
 
 
 def test_sixty_requests_together(llama: VLLM) -> None:

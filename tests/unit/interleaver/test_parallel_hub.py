@@ -16,6 +16,7 @@ import torch
 from invivo.envoy.address import OUTPUT, Port, port_at
 from invivo.envoy.envoy import RootEnvoy
 from invivo.envoy.errors import InternalError, RanksError, UnsupportedError
+from invivo.interleaver.group import Groups
 from invivo.interleaver.layout import SUMMED, WHOLE, Layout, Piece
 from invivo.interleaver.mediator import Mediator
 from invivo.interleaver.modes import Turns
@@ -23,6 +24,7 @@ from invivo.interleaver.parallel_hub import ParallelHub
 from invivo.interleaver.ranks import GroupRanks
 from invivo.interleaver.shards import Shards
 from invivo.interleaver.windows import shares
+from invivo.tracer.block import Group
 from support.two_ranks import serve
 
 RANKS = 2
@@ -291,3 +293,31 @@ def test_a_rank_that_fails_at_a_port_keeps_nobody_waiting(both: Callable[[str], 
         for kind, text, again in found:
             assert kind is (RanksError if number % 4 == 3 else InternalError) and again is type(None)
             assert "MemoryError" in text
+
+
+def shared_calls(rank: Rank) -> Any:
+    order: list[str] = []
+
+    def call(name: str) -> Callable[[Any], dict[str, object]]:
+        def body(envoy: Any) -> dict[str, object]:
+            value = envoy.whole.input
+            order.append(f"{name} reads")
+            envoy.whole(value)
+            order.append(f"{name} has called")
+            return {}
+
+        return body
+
+    groups = Groups()
+    for at, name in enumerate("ab"):
+        mediator = rank.add(name, call(name))
+        member = groups.join(Group("trace", at, 2, (), (), (("meet", 2),)))
+        mediator.member, mediator.index, member.mediator = member, at, mediator
+    rank.step()
+    return order
+
+
+def test_blocks_that_share_something_have_whole_turns_also_where_they_call_modules(
+    both: Callable[[str], list[Any]],
+) -> None:
+    assert both("shared_calls") == [["a reads", "a has called", "b reads", "b has called"]] * RANKS

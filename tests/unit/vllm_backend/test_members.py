@@ -39,3 +39,12 @@ def test_other_barriers_and_other_traces_are_not_waited_for() -> None:
     members.add("b", Group("two", 1, 2, (), (), (("meet", 2),)))
     members.add("c", Group("one", 1, 2, (), (), (("other", 2),)))
     assert not any(members.waits(name, set()) for name in ("b", "c", "unknown"))
+
+
+def test_those_that_share_something_are_known_until_their_blocks_have_ended() -> None:
+    members = three()
+    members.add("d", Group("trace", 3, 4, (), ("x",), ()))
+    assert [members.shares(name) for name in "abcde"] == [True, True, True, False, False]
+    assert [members.shared(name) for name in "abcde"] == ["trace", "trace", "trace", None, None]
+    members.block_ended("b")
+    assert members.shared("b") is None and members.shares("b")
