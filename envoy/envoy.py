@@ -102,10 +102,8 @@ class Envoy:
     def __getattr__(self, name: str) -> Envoy:
         if name.startswith("_"):
             self._refuse(name)
-        raised = vars(self).pop("_raised", None)
-        if (
-            raised is not None and name in self._writable()
-        ):  # of the port: to Python it means that there is no such name
+        raised = vars(self).pop("_raised", None)  # by a port: to Python that means that there is no such name
+        if raised is not None and name in self._writable():
             raise raised
         child = Envoy(self._tree, self._tree.child(self._address, name), self._root)
         vars(self)[name] = child  # found there next time, without coming by here
