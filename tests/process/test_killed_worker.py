@@ -16,21 +16,19 @@ SCRIPT = """
 import os, threading, time
 import asyncio
 from invivo import VLLM, EngineDiedError
-from support.processes import engine_processes, still_there
-
-def shared():
-    return {{name for name in os.listdir("/dev/shm")}}
+from support.processes import engine_processes, shared_by, still_there
 
 settings = {engine!r} | {workers!r}
 model = VLLM({path!r}, mode={mode!r}, **settings)
-before = shared()
 model.dispatch()
 processes = engine_processes()
+shared = set()
 workers = sorted((p for p in processes[1:] if p.memory_info().rss > 2e8), key=lambda p: p.pid)
 assert len(workers) == 2, workers
 killed = []
 
 def kill():
+    shared.update(shared_by(processes))
     killed.append(time.monotonic())
     workers[{victim}].kill()
 
@@ -67,8 +65,10 @@ assert killed and time.monotonic() - killed[0] < 30, time.monotonic() - killed[0
 assert all("Make a new `VLLM(...)`" in str(error) for error in errors)
 model.close()
 assert not still_there(processes, 30), [p.cmdline() for p in still_there(processes, 1)]
-semaphores = {{name for name in shared() - before if name.startswith("sem.mp-")}}  # go when this process does
-left = shared() - before - semaphores
+assert shared
+there = shared & {{*os.listdir("/dev/shm")}}
+semaphores = {{name for name in there if name.startswith("sem.mp-")}}  # go when this process does
+left = there - semaphores
 assert not left, left
 with VLLM({path!r}, **settings) as model:
     with model.trace([1, 2, 3], max_tokens=1):

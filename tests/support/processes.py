@@ -94,6 +94,13 @@ def engine_processes() -> list[psutil.Process]:
     return [core, *core.children(recursive=True)]
 
 
+def shared_by(processes: list[psutil.Process]) -> set[str]:
+    """Names in ``/dev/shm`` of the memory that processes share; other engines of the machine have others."""
+    lines = [line for one in processes for line in Path(f"/proc/{one.pid}/maps").read_text().splitlines()]
+    paths = [Path(line.split(maxsplit=5)[-1]) for line in lines if " /dev/shm/" in line]
+    return {path.name for path in paths if not path.name.endswith("(deleted)")}
+
+
 def still_there(processes: list[psutil.Process], timeout: float = 60) -> list[psutil.Process]:
     """Those that have not ended within the time; waits until all have."""
     _, alive = psutil.wait_procs(processes, timeout=timeout)

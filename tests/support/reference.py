@@ -87,17 +87,18 @@ class Trace:
 
 
 class Reference:
-    """A transformers causal language model in float32 with eager attention.
+    """A transformers causal language model with eager attention.
 
     Args:
         path: Folder of the checkpoint.
+        dtype: Of the model. In float64 what it gives is right to all digits of a float32.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+            path, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
         )
         self.model.train(False)
 
