@@ -8,7 +8,7 @@ of linear layers that is not known here is an error where one of its ports is as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -150,8 +150,10 @@ class ModelLayouts:
             key: layout for key, layout in self._beside[parent].items() if layout.fits(shape, self._ranks, whole=whole)
         }
         if len(set(found.values())) > 1:
-            of_heads = _named(module, port.kind, number, name)
-            found = {key: layout for key, layout in found.items() if key in of_heads} or found
+            flat, of_heads = _named(module, port.kind, number, name)
+            named = {key: layout for key, layout in found.items() if key in (flat, of_heads)}
+            # Where a rank has one head, its columns are those; heads fit only tensors that have a dimension for them.
+            found = {of_heads: named[of_heads]} if of_heads in named else named or found
         layouts = set(found.values())
         if len(layouts) > 1:
             raise UnsupportedError(
@@ -183,8 +185,9 @@ def _unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
-def _named(module: torch.nn.Module, kind: str, number: int, name: str) -> Iterable[str]:
-    """Which of queries, keys and values a tensor holds by its place, or else by the name of the module."""
+def _named(module: torch.nn.Module, kind: str, number: int, name: str) -> tuple[str, str]:
+    """Which of queries, keys and values a tensor holds, by its place or else by the name of the module: flat, and as
+    heads."""
     if isinstance(module, AttentionLayerBase):
         key = "qkv"[number] if kind == INPUT and number < 3 else "q"
     elif isinstance(module, RotaryEmbeddingBase):
