@@ -49,8 +49,9 @@ class Members:
     def shared(self, request: str) -> str | None:
         """The trace of a request whose block runs and shares something with others of it; else None."""
         group = self._groups.get(request)
-        runs = group is not None and request in self._running.get(group.trace, ())
-        return group.trace if group is not None and runs and not group.alone else None
+        if group is None or group.alone or request not in self._running.get(group.trace, ()):
+            return None
+        return group.trace
 
     def _forget(self, request: str, group: Group) -> None:
         running = self._running.get(group.trace, {})

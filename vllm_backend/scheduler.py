@@ -264,7 +264,7 @@ class _TraceRules(_Scheduler):
 
     def _follows(self, request: Request) -> bool:
         """Whether a request whose block shares something with its own is under way in the stages."""
-        return self._members.shared(request.request_id) in self._under_way
+        return bool(self._under_way) and self._members.shared(request.request_id) in self._under_way
 
     def _see_under_way(self) -> None:
         """See which traces have blocks that share something, and are on their way through the stages."""
