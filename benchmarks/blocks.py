@@ -43,14 +43,14 @@ def logits(model: Any, tracer: Any, prompt: list[int]) -> Any:
 def read_one(model: Any, tracer: Any, prompt: list[int]) -> Any:
     with tracer.invoke(prompt):
         for _ in tracer.iter[:]:
-            model.model.layers[MIDDLE].output
+            model.model.layers[MIDDLE].output[0]
 
 
 def read_all(model: Any, tracer: Any, prompt: list[int]) -> Any:
     with tracer.invoke(prompt):
         for _ in tracer.iter[:]:
             for layer in model.model.layers:
-                layer.output
+                layer.output[0]
 
 
 def save_one(model: Any, tracer: Any, prompt: list[int]) -> Any:
@@ -89,7 +89,7 @@ def read_ports(count: int) -> Invoke:
             with tracer.invoke(prompt):
                 for _ in tracer.iter[:]:
                     for at in range(count):
-                        model.model.layers[at].output
+                        model.model.layers[at].output[0]
 
         return some
 
@@ -99,7 +99,7 @@ def read_ports(count: int) -> Invoke:
                 for layer in model.model.layers:
                     layer.self_attn.output
                     layer.mlp.output
-                    layer.output
+                    layer.output[0]
 
     assert count == 3 * LAYERS, "three of each layer"
     return more

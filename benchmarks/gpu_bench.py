@@ -163,14 +163,14 @@ def logits(model: Any, tracer: Any, prompt: list[int]) -> Any:
 def read_one(model: Any, tracer: Any, prompt: list[int]) -> Any:
     with tracer.invoke(prompt):
         for _ in tracer.iter[:]:
-            model.model.layers[MIDDLE].output
+            model.model.layers[MIDDLE].output[0]
 
 
 def read_all(model: Any, tracer: Any, prompt: list[int]) -> Any:
     with tracer.invoke(prompt):
         for _ in tracer.iter[:]:
             for layer in model.model.layers:
-                layer.output
+                layer.output[0]
 
 
 def save_one(model: Any, tracer: Any, prompt: list[int]) -> Any:

@@ -26,6 +26,10 @@ class Session(Protocol):
         """Wait for the port and return a private copy of `part` of it (``input``, ``inputs``, ``output``, ...)."""
         ...
 
+    def read_item(self, port: Port, index: int) -> object:
+        """`read` of the port's output and ``[index]`` of that; where it is a tuple, nothing else of it is copied."""
+        ...
+
     def write(self, port: Port, part: str, value: object) -> None:
         """Wait for the port, check `value` against it and let the model go on with it."""
         ...

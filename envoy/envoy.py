@@ -71,6 +71,13 @@ class Envoy:
     def output(self, value: object) -> None:
         self._write(OUTPUT, "output", value)
 
+    def _item(self, index: int) -> Any:
+        """``output[index]``."""
+        session = active.current()
+        if session is None or session.tree is not self._tree:
+            session = self._session("output")  # raises
+        return session.read_item(self._port, index)
+
     @property
     def input(self) -> Any:
         """The first floating-point tensor among the arguments (else the first argument), as `output` is read.
@@ -204,6 +211,14 @@ class Envoy:
 
     def _write(self, kind: str, part: str, value: object) -> None:
         self._session(part).write(port_at(self._address, kind), part, value)
+
+
+def output_item(of: Any, index: int) -> Any:
+    """What ``of.output[index]`` becomes in the body of a block (`tracer.program`).
+
+    Layers return several tensors, and most blocks look at the first one.
+    """
+    return of._item(index) if type(of) is Envoy else of.output[index]
 
 
 class RootEnvoy(Envoy):

@@ -15,19 +15,20 @@ from threading import get_ident
 
 import torch
 
-from ..envoy.address import SAMPLES, Port
+from ..envoy.address import Port
 from ..envoy.errors import InternalError, LimitError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
 from .blocks import Blocks
 from .calls import Calls, ModuleCall
 from .generator import SEAT, Draws
+from .holding import hold, hold_each
 from .hooks import Hooks
 from .mediator import Mediator
 from .meetings import Meetings
 from .place import Place
 from .recorder import Recorder
 from .supply import Supply
-from .values import Change, Held, Passing, copies, copy_of, put_rows
+from .values import Change, put_rows
 from .waits import BarrierWait, EndWait, StepWait
 from .windows import Share, due_rows
 
@@ -303,10 +304,9 @@ class Hub(Blocks):
         mediator = waiting[0]  # one block at a port of a module, as it mostly is: the same with less around it
         window = mediator.share.rows
         try:
-            copy, versions = copy_of(value, window, port)
+            held = hold(value, window, port, mediator.asks)
         except UnsupportedError:
             return self._serve_all(waiting, port, value)
-        held = Held(copy, versions, window, Passing(value, port))
         mediator.at_port(port, held)
         self._went_on(mediator)
         changes: list[Change] = []
@@ -322,20 +322,16 @@ class Hub(Blocks):
         changes: list[Change] = []
         number = place.number
         window_of = _last if place.sampling else _rows
-        passing = Passing(value, port)
         while batch := waiting[served:]:
             served += len(batch)
             windows = [*map(window_of, batch)]
             try:
-                made, versions = supply.copies(batch, windows) if supply is not None else copies(value, windows, port)
+                holding = hold_each(batch, windows, value, port, supply, self._vocabulary)
             except UnsupportedError as error:
                 for mediator in batch:
                     self._turn(mediator, partial(mediator.fail, error))
                 continue
-            for mediator, copy, window in zip(batch, made, windows, strict=True):
-                if port.kind == SAMPLES:
-                    passing = Passing(value, port, self._vocabulary, mediator.fixed_samples)
-                held = Held(copy, versions, window, passing)
+            for mediator, held, window in zip(batch, holding, windows, strict=True):
                 mediator.at_port(port, held)
                 if mediator.ran_on is not None:
                     self._come_back(mediator, port, number)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,12 +12,35 @@ from .torch_compat import clone_each, inference_mode
 
 if TYPE_CHECKING:
     from ..envoy.address import Port
+    from .steady_mediator import Column
 
 _MOST_STEPS = 16
 """Steps that are kept before blocks have their turns."""
 
 _MOST_BYTES = 64 << 20
 """What they may take; twice as much in all, since the next ones are kept while blocks go over the last."""
+
+
+class Passed(NamedTuple):
+    """What is kept of what passes at a port.
+
+    Attributes:
+        port: the port.
+        value: what passes there, or those items of a tuple that are wanted.
+        items: the places of these; None if it is all.
+    """
+
+    port: Port
+    value: object
+    items: tuple[int, ...] | None
+
+
+def pick(port: Port, value: object, wants: frozenset[int] | None) -> Passed:
+    """What is wanted of what passes at a port: the items of a tuple, or all of it (None)."""
+    if wants is None or type(value) is not tuple or max(wants) >= len(value):
+        return Passed(port, value, None)
+    items = tuple(sorted(wants))
+    return Passed(port, tuple([value[item] for item in items]), items)
 
 
 class _Kept:
@@ -34,14 +57,14 @@ class _Kept:
         room: how many steps.
     """
 
-    def __init__(self, passed: Sequence[tuple[Port, object]], room: int) -> None:
-        tensors = [tensors_of(value) for _, value in passed]
+    def __init__(self, passed: Sequence[Passed], room: int) -> None:
+        tensors = [tensors_of(one.value) for one in passed]
         flat = [tensor for each in tensors for tensor in each]
         kinds: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
         for at, tensor in enumerate(flat):
             kinds.setdefault((tensor.shape, tensor.dtype), []).append(at)
         self.bytes = sum(tensor.nbytes for tensor in flat)
-        self.ports = [port for port, _ in passed]
+        self.ports = [one.port for one in passed]
         self._pieces: list[tuple[list[int], torch.Tensor]] = []
         self._whole: list[torch.Tensor] = [*flat]
         self._rows: list[Sequence[torch.Tensor]] = [()] * len(flat)
@@ -53,8 +76,8 @@ class _Kept:
             for place, rows in zip(places, piece.unbind(0), strict=True):
                 self._whole[place], self._rows[place] = rows, rows.unbind(0)
         end, self._parts = 0, {}
-        for (port, value), each in zip(passed, tensors, strict=True):
-            self._parts[port] = range(end, end + len(each)), not isinstance(value, torch.Tensor)
+        for (port, value, items), each in zip(passed, tensors, strict=True):
+            self._parts[port] = range(end, end + len(each)), not isinstance(value, torch.Tensor), items
             end += len(each)
 
     def put(self, number: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -65,24 +88,36 @@ class _Kept:
 
     def put_one(self, number: int, port: Port, value: object) -> bool:
         """Keep what passes at one port in a step; False if it is of another form than in the first one."""
-        places, several = self._parts[port]
-        tensors = [value] if isinstance(value, torch.Tensor) else tensors_of(value)
-        if several is isinstance(value, torch.Tensor) or len(tensors) != len(places):
+        places, several, items = self._parts[port]
+        if items is None:
+            tensors: Sequence[object] = [value] if isinstance(value, torch.Tensor) else tensors_of(value)
+            if several is isinstance(value, torch.Tensor) or len(tensors) != len(places):
+                return False
+        elif type(value) is tuple and len(value) > items[-1]:
+            tensors = [value[item] for item in items]
+        else:
             return False
         targets = self._targets.get(number)
         if targets is None:
             targets = self._targets[number] = [whole.select(1, number) for whole in self._whole]
         for place, tensor in zip(places, tensors, strict=True):
             target = targets[place]
-            if target.shape != tensor.shape or target.dtype is not tensor.dtype:
+            if not isinstance(tensor, torch.Tensor) or target.shape != tensor.shape or target.dtype is not tensor.dtype:
                 return False
             target.copy_(tensor)
         return True
 
-    def views(self, port: Port, row: int, count: int) -> tuple[list[torch.Tensor], bool]:
-        """The first steps of one request, ``[steps, ...]`` of each tensor; and whether these are a tuple."""
-        places, several = self._parts[port]
-        return [self._rows[place][row].narrow(0, 0, count) for place in places], several
+    def views(
+        self, port: Port, row: int, count: int, wants: frozenset[int] | None
+    ) -> tuple[list[torch.Tensor], bool, tuple[int, ...] | None]:
+        """The first steps of one request, ``[steps, ...]`` of each tensor; whether these are a tuple; and which items
+        of one, if not all."""
+        at, several, kept = self._parts[port]
+        places, items = [*at], kept
+        if kept is not None and wants is not None:
+            items = tuple(wants)
+            places = [places[kept.index(item)] for item in items]
+        return [self._rows[place][row].narrow(0, 0, count) for place in places], several, items
 
     def has(self, port: Port) -> bool:
         """Whether it is kept here."""
@@ -103,22 +138,34 @@ class Steps:
         self.count = 0
         self.moments: list[_Kept] = []
 
-    def keep(self, moment: int, passed: Sequence[tuple[Port, object]]) -> None:
+    def keep(self, moment: int, passed: Sequence[Passed]) -> None:
         """Keep what passes at a moment of the step that is running; the moments come in order."""
         if moment == len(self.moments):
-            size = sum(tensor.nbytes for _, value in passed for tensor in tensors_of(value))
+            size = sum(tensor.nbytes for one in passed for tensor in tensors_of(one.value))
             size += sum(kept.bytes for kept in self.moments)
             self.room = max(1, min(self.room, _MOST_BYTES // max(size, 1)))
             self.moments.append(_Kept(passed, self.room))
-        self.moments[moment].put(self.count, [tensor for _, value in passed for tensor in tensors_of(value)])
+        self.moments[moment].put(self.count, [tensor for one in passed for tensor in tensors_of(one.value)])
 
-    def columns(self, ports: Sequence[Port], row: int) -> list[Sequence[object]]:
-        """Copies for one request, of each port and step; those of one tensor have memory in common."""
-        found = [next(kept for kept in self.moments if kept.has(port)).views(port, row, self.count) for port in ports]
+    def columns(self, ports: Sequence[Port], wants: Mapping[Port, frozenset[int] | None], row: int) -> list[Column]:
+        """Copies for one request, of each port and step; those of one tensor have memory in common.
+
+        Args:
+            ports: the ports.
+            wants: see `pick`.
+            row: of the request.
+        """
+        found = [
+            next(kept for kept in self.moments if kept.has(port)).views(port, row, self.count, wants.get(port))
+            for port in ports
+        ]
         with inference_mode(False):
-            made = iter(clone_each([view for views, _ in found for view in views]))
-            columns: list[Sequence[object]] = []
-            for views, several in found:
+            made = iter(clone_each([view for views, _, _ in found for view in views]))
+            columns: list[Column] = []
+            for views, several, items in found:
                 split = [torch.unsafe_split(next(made), 1) for _ in views]  # each with a version of its own
-                columns.append([*zip(*split, strict=True)] if several else split[0])
+                if items is not None:
+                    columns.append(dict(zip(items, split, strict=True)))
+                else:
+                    columns.append([*zip(*split, strict=True)] if several else split[0])
         return columns

@@ -26,7 +26,7 @@ import torch
 
 from ..envoy.errors import LimitError, PreemptedError
 from .deferring_hub import DeferringHub
-from .kept_steps import Steps
+from .kept_steps import Passed, Steps, pick
 from .mediator import Mediator
 from .steady_mediator import SteadyMediator
 from .structure import map_tensors, tensors_of
@@ -42,6 +42,9 @@ _STRAYED = (
     "this trace had to end: its block did something in a step that it had not done in those before (it edited, "
     "stopped, or asked for other ports), or the model did, when the engine had gone on without it."
 )
+
+
+_NOTHING: frozenset[int] = frozenset()
 
 
 class LaggingHub(DeferringHub):
@@ -67,7 +70,7 @@ class LaggingHub(DeferringHub):
         self.armed = False
         self.passes: Supply | None = None
         self.kept = self.strayed = 0
-        self._wanted: set[Port] = set()
+        self._wanted: dict[Port, frozenset[int] | None] = {}  # the places of the items of a tuple; None for all
         self._blocks: list[tuple[SteadyMediator, int]] = []  # with their places in the batch
         self._behind: list[tuple[SteadyMediator, int]] = []  # those that have yet to go over `_last`
         self._running: Steps | None = None
@@ -75,7 +78,7 @@ class LaggingHub(DeferringHub):
         self._spare: Steps | None = None
         self._modules = False
         self._moment = 0
-        self._fired: list[tuple[Port, object]] = []  # in a forward that is kept as its ports fire
+        self._fired: list[Passed] = []  # in a forward that is kept as its ports fire
         self._fits = True
 
     # --- what the engine asks
@@ -196,14 +199,14 @@ class LaggingHub(DeferringHub):
 
     def _forget(self) -> None:
         self.armed = self.lagging = self._modules = False
-        self._wanted, self._blocks, self._behind = set(), [], []
+        self._wanted, self._blocks, self._behind = {}, [], []
         self._running = self._last = self._spare = None
         self._moment = 0
 
     def _look(self) -> None:
         """See whether the next step may be kept."""
         blocks: list[tuple[SteadyMediator, int]] = []
-        wanted: set[Port] = set()
+        wanted: dict[Port, frozenset[int] | None] = {}
         for request, mediator in self.mediators.items():
             if mediator.done or isinstance(mediator.wait, EndWait):
                 continue
@@ -213,22 +216,25 @@ class LaggingHub(DeferringHub):
             if share is None or share.rows is None or share.last is None or share.rows.length > 1:
                 return
             blocks.append((mediator, share.last.start))
-            wanted.update(mediator.trail)
-        modules = {port for port in wanted if not port.of_step}
+            for port in mediator.trail:
+                mine, others = mediator.wants.get(port), wanted.get(port, _NOTHING)
+                wanted[port] = None if mine is None or others is None else mine | others
+        modules = {port: items for port, items in wanted.items() if not port.of_step}
         if blocks and (self._can_keep(modules) if modules else self._graphs):
             self._blocks, self._wanted, self._modules = blocks, wanted, bool(modules)
             self.armed = True
 
-    def _can_keep(self, modules: set[Port]) -> bool:
+    def _can_keep(self, modules: Mapping[Port, frozenset[int] | None]) -> bool:
         if not self._graphs:  # as far as can be told before they fire
             return self.learned is not None and all(len(self.tree.places.get(port, ())) == 1 for port in modules)
-        if self.passes is None or not modules <= {port for port, _ in self.passes.passed}:
+        if self.passes is None or not modules.keys() <= {port for port, _ in self.passes.passed}:
             return False
-        values = [value for port, value in self.passes.passed if port in modules]
-        return len(values) == len(modules) and self._have_rows(values)
+        passed = [pick(port, value, modules[port]) for port, value in self.passes.passed if port in modules]
+        return len(passed) == len(modules) and self._have_rows(passed)
 
-    def _have_rows(self, values: Sequence[object]) -> bool:
+    def _have_rows(self, passed: Sequence[Passed]) -> bool:
         """Whether these are tensors, or tuples of them, that have a row for each request."""
+        values = [one.value for one in passed]
         rows = {tensor.shape[0] if tensor.ndim else 0 for value in values for tensor in tensors_of(value)}
         plain = all(
             isinstance(value, torch.Tensor) or (type(value) is tuple and len(tensors_of(value)) == len(value))
@@ -240,10 +246,11 @@ class LaggingHub(DeferringHub):
         """Keep what passes at a port of a module, which fires."""
         steps, at = self._running, len(self._fired)
         if steps is None or not steps.moments:
-            self._fired.append((port, map_tensors(value, torch.clone)))
+            passed = pick(port, value, self._wanted[port])
+            self._fired.append(passed._replace(value=map_tensors(passed.value, torch.clone)))
             return
         kept = steps.moments[0]
-        self._fired.append((port, None))
+        self._fired.append(Passed(port, None, None))
         expected = at < len(kept.ports) and kept.ports[at] is port
         self._fits = self._fits and expected and kept.put_one(steps.count, port, value)
 
@@ -256,9 +263,9 @@ class LaggingHub(DeferringHub):
             fits = self._fits and len(fired) == len(steps.moments[0].ports)
         else:
             modules = [port for port in self._wanted if not port.of_step]
-            fits = len(fired) == len(modules) and self._have_rows([value for _, value in fired])
+            fits = len(fired) == len(modules) and self._have_rows(fired)
             if fits:
-                self._keep(fired)
+                self._keep_picked(fired)
         if not fits:  # the model does not do as in the steps before
             blocks = self._blocks
             self._forget()
@@ -268,10 +275,13 @@ class LaggingHub(DeferringHub):
                     self._went_on(mediator)
 
     def _keep(self, passed: Sequence[tuple[Port, object]]) -> None:
+        wanted = self._wanted
+        self._keep_picked([pick(port, value, wanted[port]) for port, value in passed if port in wanted])
+
+    def _keep_picked(self, passed: Sequence[Passed]) -> None:
         if self._running is None:
             self._running = Steps()
-        wanted = [(port, value) for port, value in passed if port in self._wanted]
-        self._running.keep(self._moment, wanted)
+        self._running.keep(self._moment, passed)
         self._moment += 1
 
     def _step_kept(self) -> None:
@@ -300,7 +310,7 @@ class LaggingHub(DeferringHub):
         """A block has its turns of some steps."""
         if mediator.done or steps is None or not steps.count:
             return
-        mediator.catch_up(steps.columns(mediator.trail, row), steps.count)
+        mediator.catch_up(steps.columns(mediator.trail, mediator.wants, row), steps.count)
         if mediator.strayed:
             self._lose(mediator)
         self._steps[mediator.request] = mediator.step

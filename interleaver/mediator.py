@@ -7,7 +7,7 @@ on that thread; nothing blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 
@@ -54,6 +54,7 @@ class Mediator(active.Session):
         share: that request's rows in the engine step that is running.
         edited: it has changed what a module takes or gives, and so the keys and values of later layers.
         wait: what it waits for; None before its first turn and after its last.
+        asks: at a port, the place of the only tensor of a tuple that it wants as yet; None if it wants all.
         step: the generation step it is in.
         port: the port it is at, as long as that one can be read and written.
         held: what it holds of that port.
@@ -91,6 +92,7 @@ class Mediator(active.Session):
         self.share = Share(None, None, None)
         self.edited = False
         self.wait: Wait | None = None
+        self.asks: int | None = None
         self.step = 0
         self.port: Port | None = None
         self.failure: BaseException | None = None
@@ -100,8 +102,7 @@ class Mediator(active.Session):
         self.scope: dict[str, object] = {}
         self.saved: list[Saved] = []
         self.warnings: list[tuple[str, int]] = []
-        self.partial_prompt = False
-        self.left = False
+        self.partial_prompt = self.left = self.apart = False
         self.fixed_samples: str | None = None
         self.member: Member | None = None
         self.index = 0
@@ -112,7 +113,6 @@ class Mediator(active.Session):
         self.line: Callable[[], int] = lambda: 0
         self.place = Place()
         self.bounds: Bounds | None = None
-        self.apart = False
         self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
         self._turns = turns
         self._body = body
@@ -200,23 +200,18 @@ class Mediator(active.Session):
         self.wait = None
         self._give()
 
-    def over_limit(self, values: Mapping[str, object]) -> SaveLimitError | None:
-        """Why values are too many to come home; None if they are not."""
+    def within_limit(self, values: dict[str, object]) -> tuple[dict[str, object], SaveLimitError | None]:
+        """Those of some values that may come home; and why not all may."""
         limit = self._guard.limits.saves if self._guard is not None else None
-        size = size_of(values.values()) if limit is not None else 0
-        return save_error(size, limit) if limit is not None and size > limit else None
-
-    def within_limit(self, values: Mapping[str, object]) -> dict[str, object]:
-        """Those of them that may come home."""
-        return fitting(values, self._guard.limits.saves if self._guard is not None else None)
+        if limit is None or (size := size_of(values.values())) <= limit:
+            return values, None
+        return fitting(values, limit), save_error(size, limit)
 
     def forget(self) -> None:
         """Let go of everything that the block held, once it was sent home."""
         if self.failure is not None:
             self.failure.__traceback__ = None
-        self.failure = None
-        self.scope = {}
-        self.saved = []
+        self.failure, self.scope, self.saved = None, {}, []
 
     def _turn(self, value: object, error: Exception | None = None) -> None:
         block, turns = self._greenlet, self._turns
@@ -284,6 +279,11 @@ class Mediator(active.Session):
         value = self.held.value  # type: ignore[union-attr]  # at a port there is one
         return value if part == "output" else view(value, part)
 
+    def read_item(self, port: Port, index: int) -> object:
+        if port is not self.port:
+            self._go(port, index)
+        return self.held.item(index)  # type: ignore[union-attr]
+
     def write(self, port: Port, part: Part, value: object) -> None:
         if port is not self.port:
             self._go(port)
@@ -341,14 +341,14 @@ class Mediator(active.Session):
     def warn(self, message: str) -> None:
         self.warnings.append((message, self.line()))
 
-    def _go(self, port: Port) -> None:
+    def _go(self, port: Port, asks: int | None = None) -> None:
         """Be at `port`, which is not the current one, by waiting for it."""
         if self._ended and self._over():
             raise StepError(
                 f"{port} was asked for after the request had ended (in step {self.step}). Read ports before the end, "
                 "inside the loop over `tracer.iter`."
             )
-        place = self.place
+        place, self.asks = self.place, asks
         known = place.order.get(port)
         if known is None or known[-1] <= place.number or not place.inside or self.apart:  # not the usual case
             passed = place.passed(port, self.request, self.step)

@@ -52,11 +52,10 @@ def reply_of(launched: Launched, learned: Learned | None, *, in_model: bool = Fa
 
 def _check_saves(mediator: Mediator) -> None:
     """Whether what comes home is within the limit; else that is the block's failure, and what fits is kept."""
-    values = saved_by_name(mediator.scope, mediator.saved)
-    error = mediator.over_limit(values)
+    values, error = mediator.within_limit(saved_by_name(mediator.scope, mediator.saved))
     if error is not None:
         mediator.failure = mediator.failure or error
-        mediator.scope = mediator.within_limit(values)
+        mediator.scope = values
 
 
 def _shared(launched: Launched, failure: Failure | None) -> tuple[Packed | None, Failure | None]:
@@ -65,9 +64,9 @@ def _shared(launched: Launched, failure: Failure | None) -> tuple[Packed | None,
     home = mediator.member.leave() if mediator.member is not None else None
     if home is None:
         return None, failure
-    error = mediator.over_limit(home)
-    if error is not None:
-        home, failure = mediator.within_limit(home), failure or describe(error)
+    home, over = mediator.within_limit(home)
+    if over is not None:
+        failure = failure or describe(over)
     try:
         return pack(home), failure
     except SaveError as error:

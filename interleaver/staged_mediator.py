@@ -76,7 +76,7 @@ class StagedMediator(Mediator):
             self.script.check_over(ends=False)
         return super().hand_over(wait)
 
-    def _go(self, port: Port) -> None:
+    def _go(self, port: Port, asks: int | None = None) -> None:
         if not self._ended:
             if self._turns.checked:
                 self._turns.check()
@@ -88,7 +88,7 @@ class StagedMediator(Mediator):
                 self._take(port, entry)
                 return
         try:
-            super()._go(port)
+            super()._go(port, asks)
         except (PortError, UnsupportedError) as error:
             if error is not self._told:
                 self.script.refuse(port, error)

@@ -5,9 +5,9 @@ See `lagging_hub`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import greenlet
 import torch
@@ -20,15 +20,31 @@ from .values import Held
 from .views import Part, view
 from .waits import EndWait, StepWait, Wait
 
+Column: TypeAlias = "Sequence[Any] | dict[int, Sequence[Any]]"
+"""Copies of what passes at a port, one for each step; or those of some items of a tuple, by their places."""
+
+_NOTHING: frozenset[int] = frozenset()
+
 
 class _Kept(Held):
-    """What the block holds of a port of a kept step: a copy that must stay as it is."""
+    """What the block holds of a port of a kept step: a copy that must stay as it is.
 
-    __slots__ = ()
+    Attributes:
+        items: those tensors of a tuple that were kept, by their places, each with its copies of all steps.
+        number: of the step.
+    """
+
+    __slots__ = ("items", "number")
 
     def __init__(self) -> None:
         self.value: object = None
+        self.items: Mapping[int, Sequence[object]] = {}
+        self.number = 0
         self.changed = None
+
+    def item(self, index: int) -> object:
+        """See `Held`."""
+        return self.items[index][self.number] if self.value is _ITEMS else super().item(index)
 
     def assign(self, value: object, where: str) -> None:
         """See `Held`."""
@@ -38,25 +54,31 @@ class _Kept(Held):
         """See `Held`; whether the copies were changed is seen when the block has been given all steps."""
 
 
+_ITEMS = object()
+"""Only some tensors of a tuple were kept."""
+
+
 class SteadyMediator(Mediator):
     """A mediator that can be given kept steps.
 
     Attributes:
         trail: the ports that the block came to in the last step that it had at its time, in order.
         before: those of the step before that.
+        wants: of each port that it ever came to, the places of the items of a tuple that it looked at; None for all.
         calls: it has called a module.
         strayed: with a kept step it has done something else than reading the same ports in the same order.
     """
 
     calls = False
     strayed = False
-    _columns: Sequence[Sequence[object]] = ()
+    _columns: Sequence[Column] = ()
     _count = _number = _at = 0
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.trail: list[Port] = []
         self.before: list[Port] = []
+        self.wants: dict[Port, frozenset[int] | None] = {}
         self._copy = _Kept()
 
     @property
@@ -66,11 +88,12 @@ class SteadyMediator(Mediator):
         usual = self.trail == self.before and len(self.trail) > 0 and not (self.calls or self.edited)
         return usual and self.alone and type(wait) is StepWait and wait.step == self.step + 1
 
-    def catch_up(self, columns: Sequence[Sequence[object]], count: int) -> None:
+    def catch_up(self, columns: Sequence[Column], count: int) -> None:
         """Have the turns of kept steps, the next ones.
 
         Args:
-            columns: for each port of the trail, the copies, one for each step.
+            columns: for each port of the trail, the copies, one for each step; where only some items of a tuple were
+                kept, these by their places.
             count: of the steps.
         """
         self._columns, self._count, self._number = columns, count, -1
@@ -111,7 +134,23 @@ class SteadyMediator(Mediator):
         if port is not self.port:
             self._go(port)
         value = self.held.value  # type: ignore[union-attr]  # at a port there is one
+        if value is _ITEMS:
+            self._stray(port)
+        elif not self._count:
+            self.wants[port] = None
         return view(value, part) if part == "input" else value
+
+    def read_item(self, port: Port, index: int) -> object:
+        """See `Mediator`."""
+        if port is not self.port:
+            self._go(port, index)
+        held = self.held
+        if held is self._copy:
+            if self._copy.value is _ITEMS and index not in self._copy.items:
+                self._stray(port)
+        elif (wants := self.wants.get(port, _NOTHING)) is not None and index not in wants:
+            self.wants[port] = wants | {index}
+        return held.item(index)  # type: ignore[union-attr]
 
     def call(self, address: str, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """See `Mediator`; a module is called while the model runs."""
@@ -125,15 +164,19 @@ class SteadyMediator(Mediator):
         self.strayed = self.strayed or self._count > 0
         super().stop()
 
-    def _go(self, port: Port) -> None:
+    def _go(self, port: Port, asks: int | None = None) -> None:
         if not self._count:
             self.trail.append(port)
-            super()._go(port)
+            super()._go(port, asks)
             return
         self._at = at = self._at + 1
         if at < len(self.trail) and self.trail[at] is port and greenlet.getcurrent() is self._greenlet:
-            self._copy.value = self._columns[at][self._number]
-            self.port, self.held = port, self._copy
+            copy, column = self._copy, self._columns[at]
+            if type(column) is dict:
+                copy.value, copy.items, copy.number = _ITEMS, column, self._number
+            else:
+                copy.value = column[self._number]
+            self.port, self.held = port, copy
         else:
             self._stray(port)
 
@@ -153,8 +196,10 @@ class SteadyMediator(Mediator):
         self.hand_over(wait)
 
 
-def _changed(column: Sequence[object]) -> bool:
+def _changed(column: Column) -> bool:
     """Whether copies of a port were changed, which were new; also if that was no edit, since the block had gone on."""
+    if isinstance(column, dict):
+        return any(map(_changed, column.values()))
     if isinstance(column[0], torch.Tensor):
-        return any(map(version_of, column))  # type: ignore[arg-type]  # all of them are
-    return any(map(version_of, chain.from_iterable(column)))  # type: ignore[arg-type]  # tuples of tensors
+        return any(map(version_of, column))
+    return any(map(version_of, chain.from_iterable(column)))

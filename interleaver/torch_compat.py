@@ -7,12 +7,13 @@ of this file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _device
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -58,6 +59,18 @@ function_modes = torch._C._len_torch_function_stack
 dispatch_modes = torch._C._len_torch_dispatch_stack
 autocast_on = torch._C._is_any_autocast_enabled
 """These four tell which of the modes are on that torch keeps on stacks."""
+
+
+def modes_on() -> bool:
+    """Whether anything stands between a call of torch and its kernels: modes, or transforms (`torch.func`)."""
+    return bool(function_modes() or dispatch_modes() or torch._C._functorch.peek_interpreter_stack() is not None)
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """None of these in this context."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), temporarily_clear_interpreter_stack():
+        yield
 
 
 def leave_modes(inference: bool, functions: int, dispatches: int, autocast: bool) -> None:

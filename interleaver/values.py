@@ -66,9 +66,9 @@ def copies(value: object, windows: Sequence[Window | None], where: Port) -> tupl
         with inference_mode(False):
             return copies(value, windows, where)
     if type(value) is torch.Tensor:
-        pieces = _pieces(value, windows, where)
-        return pieces, version_of(pieces[0])
-    if _is_flat(value):
+        made = pieces(value, windows, where)
+        return made, version_of(made[0])
+    if is_flat(value):
         columns = _columns(value, windows, where)
         return [*zip(*columns, strict=True)], [version_of(column[0]) for column in columns]
     return [_copy(value, window, where) for window in windows], None
@@ -80,10 +80,10 @@ def copy_of(value: object, window: Window | None, where: Port) -> tuple[object, 
         with inference_mode(False):
             return copy_of(value, window, where)
     if type(value) is torch.Tensor:
-        piece = value.clone() if window is None and not value.requires_grad else _row_or_piece(value, window, where)
+        piece = value.clone() if window is None and not value.requires_grad else copy_of_tensor(value, window, where)
         return piece, version_of(piece)
-    if _is_flat(value):
-        parts = tuple([_row_or_piece(part, window, where) for part in value])
+    if is_flat(value):
+        parts = tuple([copy_of_tensor(part, window, where) for part in value])
         return parts, [*map(version_of, parts)]
     return _copy(value, window, where), None
 
@@ -94,11 +94,12 @@ def rows_of(value: object, window: Window | None, where: Port) -> list[torch.Ten
     Raises:
         UnsupportedError: the rows cannot be told (`row_dim`).
     """
-    parts = (value,) if type(value) is torch.Tensor else value if _is_flat(value) else None
+    parts = (value,) if type(value) is torch.Tensor else value if is_flat(value) else None
     return None if parts is None else [_view(part, window, where) for part in parts]
 
 
-def _is_flat(value: object) -> TypeGuard[tuple[torch.Tensor, ...]]:
+def is_flat(value: object) -> TypeGuard[tuple[torch.Tensor, ...]]:
+    """Whether a value is a plain tuple of tensors."""
     return type(value) is tuple and len(value) > 0 and all(type(part) is torch.Tensor for part in value)
 
 
@@ -107,12 +108,11 @@ def _copy(value: object, window: Window | None, where: Port) -> object:
 
 
 def _piece(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Tensor:
-    """A copy of one run of rows."""
     return _view(tensor, window, where).clone()
 
 
-def _row_or_piece(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Tensor:
-    """As `_piece`; the version is not the same, as `narrow_copy` and `clone` begin to count differently."""
+def copy_of_tensor(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Tensor:
+    """A copy of one run of rows; versions are not the same, as `narrow_copy` and `clone` begin to count differently."""
     if window is not None and window.length == 1 < window.total and tensor.is_contiguous() and not tensor.requires_grad:
         return torch.narrow_copy(tensor, row_dim(tensor, window, where), window.start, 1)  # half of what two calls take
     return _piece(tensor, window, where)
@@ -129,7 +129,7 @@ def _view(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Ten
     return tensor
 
 
-def _pieces(tensor: torch.Tensor, windows: Sequence[Window | None], where: Port) -> Sequence[torch.Tensor]:
+def pieces(tensor: torch.Tensor, windows: Sequence[Window | None], where: Port) -> Sequence[torch.Tensor]:
     """Copies of several runs of rows: in one call where they are most of the tensor."""
     cut = _cut(tuple(windows))
     if cut is None or tensor.requires_grad:
@@ -146,7 +146,7 @@ def _columns(
     """Copies of several runs of rows of each tensor."""
     blocks = len(windows)
     if blocks == 1 or not value[0].is_cuda:
-        return [_pieces(tensor, windows, where) for tensor in value]
+        return [pieces(tensor, windows, where) for tensor in value]
     made = clone_each([view for tensor in value for view in _views(tensor, windows, where)])
     return [made[begin : begin + blocks] for begin in range(0, len(made), blocks)]
 
@@ -311,6 +311,10 @@ class Held:
             containers = map_tensors(copy, noted_in(self._tensors), own)
             self._containers = containers if can_change(containers) else None
             self._versions = [*map(version_of, self._tensors)]
+
+    def item(self, index: int) -> object:
+        """``value[index]``."""
+        return self.value[index]  # type: ignore[index]  # if it cannot be, the block is told by Python
 
     def assign(self, value: object, where: str) -> None:
         """Put `value` in place of the copy.

@@ -11,6 +11,7 @@ What is rewritten:
 - ``EXPR.save()`` and ``EXPR.save(stream=...)`` call ``__invivo_save__(EXPR, ...)``, since numbers, lists and tensors
   have no such method; ``names=`` says which variables the statement puts the value in; and so do calls ``save(EXPR)``
   and ``EXPR.save(EXPR)`` of what may be `invivo.save`;
+- ``X.output[0]``, and other whole numbers, are read by ``__invivo_item__(X, 0)``, so that nothing else is copied;
 - ``with tracer.all():`` and ``with tracer.iter[...] as step:`` become `for` loops;
 - a `nonlocal` of the block itself is dropped: its value comes in as a parameter and goes home as a saved name.
 
@@ -27,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar, cast
 
+from ..envoy.envoy import output_item
 from ..envoy.errors import CaptureError
 from .block import Block, TracerHandle
 from .names import mangle
@@ -35,12 +37,15 @@ from .permitted import is_invoke
 SAVE = "__invivo_save__"
 """The name under which `extras` must hold the function that saves: `saves.save_method`, or one like it."""
 
+ITEM = "__invivo_item__"
+"""The name of `envoy.output_item` in a block."""
+
 _Node = TypeVar("_Node", bound=ast.AST)
 
 _SCOPE = "__invivo_scope__"
 _STEP = "__invivo_step__"
 _FUTURE_ANNOTATIONS = 0x1000000  # __future__.CO_FUTURE_ANNOTATIONS
-_HIDDEN = frozenset({"__builtins__", SAVE, _SCOPE, _STEP})
+_HIDDEN = frozenset({"__builtins__", SAVE, ITEM, _SCOPE, _STEP})
 _CLASS = frozenset({"__module__", "__qualname__", "__firstlineno__", "__static_attributes__", "__type_params__"})
 
 
@@ -91,7 +96,13 @@ class Program:
             values[block.tracer] = extras[block.tracer]
         tracers = frozenset(name for name in self._loops if isinstance(values.get(name), TracerHandle))
         # With `__builtins__`, as every module has it: C code that imports looks for it in the globals of its caller.
-        space: dict[str, Any] = {"__name__": "__main__", "__builtins__": builtins, **extras, **globals_}
+        space: dict[str, Any] = {
+            "__name__": "__main__",
+            "__builtins__": builtins,
+            ITEM: output_item,
+            **extras,
+            **globals_,
+        }
         if block.scope == "function":
             space[_SCOPE] = locals
             missing = frozenset(name for name in self._parameters if name not in values)
@@ -274,6 +285,15 @@ class _Rewrite(ast.NodeTransformer):
         name = _at(ast.Name(SAVE, ast.Load()), node.func)
         first = node.func if node.args else node.func.value  # type: ignore[attr-defined]  # `_saved` has looked
         return _at(ast.Call(name, [first, *node.args], [*node.keywords, hint]), node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        of, index = node.value, node.slice
+        if not (isinstance(of, ast.Attribute) and of.attr == "output" and isinstance(node.ctx, ast.Load)):
+            return node
+        if not isinstance(index, ast.Constant) or type(index.value) is not int:
+            return node
+        return _at(ast.Call(_at(ast.Name(ITEM, ast.Load()), node), [of.value, index], []), node)
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         return self._binding(node, node.value, node.targets)

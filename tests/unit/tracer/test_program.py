@@ -75,6 +75,44 @@ def test_save_is_rewritten_in_place(scope: str) -> None:
     assert (scope_["a"], scope_["b"], scope_["c"], scope_["keep"]) == (1, [2], "3", "path")
 
 
+class _Module:
+    """Has an output that can be assigned to, as an Envoy has."""
+
+    def __init__(self) -> None:
+        self.output: list[Any] = [[1], [2], [3]]
+
+
+@pytest.mark.parametrize("scope", ["module", "function", "class"])
+def test_items_of_outputs_are_those_of_any_object(scope: str) -> None:
+    source = (
+        "with m:\n"
+        "    x = X()\n"
+        "    a = [x.output[0], x.output[-1], x.output[True], x.output[0:2], [i.output[2] for i in (x,)]]\n"
+        "    x.output[1] = 5\n"
+        "    x.output[1] += 1\n"
+        "    x.output[0][0] += 7\n"
+        "    del x.output[2]\n"
+        "    b = (lambda y=x: y.output[0])(), x.output\n"
+        "    def f(y=x):\n"
+        "        return y.output[1]\n"
+        "    c = f()\n"
+    )
+    scope_ = compile_block(block(source, scope=scope)).run({}, {"X": _Module}, {})
+    assert scope_["a"] == [[8], [3], [2], [[8], [2]], [[3]]]
+    assert scope_["b"] == ([8], [[8], 6])
+    assert scope_["c"] == 6
+    assert not [name for name in scope_ if name.startswith("__invivo")]
+
+
+@pytest.mark.parametrize(("read", "error"), [("x.output[7]", IndexError), ("None.output[0]", AttributeError)])
+def test_errors_of_items_are_at_the_line_that_reads_them(read: str, error: type[Exception]) -> None:
+    program = compile_block(block(f"with m:\n    x = X()\n    {read}\n"))
+    with pytest.raises(error) as caught:
+        program.run({}, {"X": _Module}, {})
+    last = [frame for frame in traceback.extract_tb(caught.value.__traceback__) if frame.filename == "user.py"][-1]
+    assert (last.lineno, last.name) == (12, "f")
+
+
 def test_later_items_wrap_the_body() -> None:
     from support.toy_trace import Recorder
 

@@ -118,6 +118,17 @@ def reads(*ports: Port) -> Visit:
     return visit
 
 
+def reads_items(*asked: tuple[Port, Sequence[int]]) -> Visit:
+    """Reads items of what passes at ports, in order; none of them stands for all."""
+
+    def visit(mediator: Mediator, step: int) -> Any:
+        return [
+            [mediator.read_item(port, item) for item in items] or mediator.read(port, "output") for port, items in asked
+        ]
+
+    return visit
+
+
 PORTS = [
     out("layers.0"),
     out("layers.1.mlp"),
@@ -183,6 +194,37 @@ def test_blocks_that_read_different_ports(graphs: bool) -> None:
     assert hub.kept > 20
 
 
+FIRST, MLP, SECOND, LAST = PORTS[:4]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        [(FIRST, [0])],
+        [(FIRST, [1]), (SECOND, [0])],
+        [(FIRST, [0, 1]), (MLP, [0]), (SECOND, [1, 0])],
+        [(FIRST, []), (MLP, []), (SECOND, [1])],
+    ],
+)
+def test_items_of_tuples_that_are_read_later(asked: list[tuple[Port, list[int]]], graphs: bool) -> None:
+    others = reads_items((SECOND, [0]))
+    hub, failures = compare({"a": reads_items(*asked), "b": others, "c": reads(PORTS[0])}, ["abc"] * 40, graphs)
+    assert hub.kept > 20 and hub.strayed == 0 and set(failures.values()) == {None}
+
+
+@pytest.mark.parametrize("graphs", [False], ids=["as the ports fire"])
+def test_other_items_are_not_kept(graphs: bool) -> None:
+    engine = Engine(late=True, graphs=graphs)
+    assert isinstance(engine.hub, LaggingHub)
+    engine.add("a", SteadyMediator(engine.hub.tree, Turns(0, None, ()), body(reads_items((SECOND, [1])), [])))
+    for number in range(20):
+        engine.step("a", number)
+    assert engine.hub._running is not None
+    (kept,) = engine.hub._running.moments
+    assert [len(tensors) for tensors, _ in kept._pieces] == [1]
+    engine.hub.abandon_step()
+
+
 def strays(step: int, what: Callable[[Mediator], object]) -> Visit:
     def visit(mediator: Mediator, number: int) -> Any:
         hidden: Any = mediator.read(PORTS[1], "output")
@@ -213,6 +255,10 @@ def asks_another(mediator: Mediator) -> None:
     mediator.read(PORTS[2], "output")
 
 
+def asks_item(mediator: Mediator) -> None:
+    mediator.read_item(PORTS[0], 0)
+
+
 def calls(mediator: Mediator) -> None:
     mediator.call("layers.0.mlp", (torch.zeros(1, WIDTH),), {})
 
@@ -222,9 +268,30 @@ def waits(mediator: Mediator) -> None:
 
 
 @pytest.mark.parametrize("step", [20, 29, 30, 31])
-@pytest.mark.parametrize("what", [edits, assigns, stops, asks, asks_another, calls, waits])
+@pytest.mark.parametrize("what", [edits, assigns, stops, asks, asks_item, asks_another, calls, waits])
 def test_one_that_does_something_else_is_run_again(what: Callable[[Mediator], object], step: int, graphs: bool) -> None:
     hub, failures = compare({"a": strays(step, what), "b": reads(PORTS[0])}, ["ab"] * 40, graphs)
+    assert hub.kept > 10 and hub.strayed == 1
+    assert isinstance(failures["a"], PreemptedError) and failures["b"] is None
+
+
+@pytest.mark.parametrize("more", ["another item", "all", "an edit", "what was read before"])
+def test_one_that_looks_at_more_of_a_tuple_is_run_again(more: str, graphs: bool) -> None:
+    before: list[Any] = []
+
+    def visit(mediator: Mediator, step: int) -> Any:
+        found: Any = mediator.read_item(SECOND, 0)
+        if step == 25:
+            if more == "another item":
+                mediator.read_item(SECOND, 1)
+            elif more == "all":
+                mediator.read(SECOND, "output")
+            else:
+                (found if more == "an edit" else before[-1]).mul_(2)
+        before.append(found)
+        return found
+
+    hub, failures = compare({"a": visit, "b": reads_items((FIRST, [1]))}, ["ab"] * 40, graphs)
     assert hub.kept > 10 and hub.strayed == 1
     assert isinstance(failures["a"], PreemptedError) and failures["b"] is None
 
@@ -273,6 +340,9 @@ def test_any_batches(seed: int, graphs: bool) -> None:
     for name in "abcd"[: chance.randint(1, 4)]:
         ports = sorted(chance.sample(range(len(PORTS)), chance.randint(1, 3)))
         visits[name] = reads(*(PORTS[at] for at in ports))
+        if chance.random() < 0.5:
+            layers = sorted(chance.sample([0, 2], chance.randint(1, 2)))
+            visits[name] = reads_items(*((PORTS[at], chance.sample([0, 1], chance.randint(0, 2))) for at in layers))
     if chance.random() < 0.3:
         visits["a"] = strays(chance.randint(5, 60), chance.choice([edits, stops, asks, asks_another]))
     batches: list[list[str]] = []
