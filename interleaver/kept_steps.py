@@ -32,15 +32,14 @@ class Passed(NamedTuple):
 
     port: Port
     value: object
-    items: tuple[int, ...] | None
+    items: Sequence[int] | None
 
 
-def pick(port: Port, value: object, wants: frozenset[int] | None) -> Passed:
-    """What is wanted of what passes at a port: the items of a tuple, or all of it (None)."""
-    if wants is None or type(value) is not tuple or max(wants) >= len(value):
+def pick(port: Port, value: object, wants: Sequence[int] | None) -> Passed:
+    """What is wanted of what passes at a port: the items of a tuple, by their places in order, or all of it (None)."""
+    if wants is None or type(value) is not tuple or wants[-1] >= len(value):
         return Passed(port, value, None)
-    items = tuple(sorted(wants))
-    return Passed(port, tuple([value[item] for item in items]), items)
+    return Passed(port, tuple([value[item] for item in wants]), wants)
 
 
 class _Kept:
@@ -63,6 +62,7 @@ class _Kept:
         kinds: dict[tuple[torch.Size, torch.dtype], list[int]] = {}
         for at, tensor in enumerate(flat):
             kinds.setdefault((tensor.shape, tensor.dtype), []).append(at)
+        self._room = room
         self.bytes = sum(tensor.nbytes for tensor in flat)
         self.ports = [one.port for one in passed]
         self._pieces: list[tuple[list[int], torch.Tensor]] = []
@@ -109,7 +109,7 @@ class _Kept:
 
     def views(
         self, port: Port, row: int, count: int, wants: frozenset[int] | None
-    ) -> tuple[list[torch.Tensor], bool, tuple[int, ...] | None]:
+    ) -> tuple[list[torch.Tensor], bool, Sequence[int] | None]:
         """The first steps of one request, ``[steps, ...]`` of each tensor; whether these are a tuple; and which items
         of one, if not all."""
         at, several, kept = self._parts[port]
@@ -117,11 +117,10 @@ class _Kept:
         if kept is not None and wants is not None:
             items = tuple(wants)
             places = [places[kept.index(item)] for item in items]
-        return [self._rows[place][row].narrow(0, 0, count) for place in places], several, items
-
-    def has(self, port: Port) -> bool:
-        """Whether it is kept here."""
-        return port in self._parts
+        views = [self._rows[place][row] for place in places]
+        if count < self._room:
+            views = [view.narrow(0, 0, count) for view in views]
+        return views, several, items
 
 
 class Steps:
@@ -137,6 +136,7 @@ class Steps:
         self.room = _MOST_STEPS
         self.count = 0
         self.moments: list[_Kept] = []
+        self._kept: dict[Port, _Kept] = {}
 
     def keep(self, moment: int, passed: Sequence[Passed]) -> None:
         """Keep what passes at a moment of the step that is running; the moments come in order."""
@@ -144,7 +144,9 @@ class Steps:
             size = sum(tensor.nbytes for one in passed for tensor in tensors_of(one.value))
             size += sum(kept.bytes for kept in self.moments)
             self.room = max(1, min(self.room, _MOST_BYTES // max(size, 1)))
-            self.moments.append(_Kept(passed, self.room))
+            kept = _Kept(passed, self.room)
+            self.moments.append(kept)
+            self._kept.update(dict.fromkeys(kept.ports, kept))
         self.moments[moment].put(self.count, [tensor for one in passed for tensor in tensors_of(one.value)])
 
     def columns(self, ports: Sequence[Port], wants: Mapping[Port, frozenset[int] | None], row: int) -> list[Column]:
@@ -155,15 +157,14 @@ class Steps:
             wants: see `pick`.
             row: of the request.
         """
-        found = [
-            next(kept for kept in self.moments if kept.has(port)).views(port, row, self.count, wants.get(port))
-            for port in ports
-        ]
+        found = [self._kept[port].views(port, row, self.count, wants.get(port)) for port in ports]
+        sizes = [1] * self.count
         with inference_mode(False):
             made = iter(clone_each([view for views, _, _ in found for view in views]))
             columns: list[Column] = []
             for views, several, items in found:
-                split = [torch.unsafe_split(next(made), 1) for _ in views]  # each with a version of its own
+                # Each piece has a version of its own.
+                split = [torch.unsafe_split_with_sizes(next(made), sizes) for _ in views]
                 if items is not None:
                     columns.append(dict(zip(items, split, strict=True)))
                 else:

@@ -70,7 +70,7 @@ class LaggingHub(DeferringHub):
         self.armed = False
         self.passes: Supply | None = None
         self.kept = self.strayed = 0
-        self._wanted: dict[Port, frozenset[int] | None] = {}  # the places of the items of a tuple; None for all
+        self._wanted: Mapping[Port, Sequence[int] | None] = {}  # the places of the items of a tuple; None for all
         self._blocks: list[tuple[SteadyMediator, int]] = []  # with their places in the batch
         self._behind: list[tuple[SteadyMediator, int]] = []  # those that have yet to go over `_last`
         self._running: Steps | None = None
@@ -206,7 +206,7 @@ class LaggingHub(DeferringHub):
     def _look(self) -> None:
         """See whether the next step may be kept."""
         blocks: list[tuple[SteadyMediator, int]] = []
-        wanted: dict[Port, frozenset[int] | None] = {}
+        wants: dict[Port, frozenset[int] | None] = {}
         for request, mediator in self.mediators.items():
             if mediator.done or isinstance(mediator.wait, EndWait):
                 continue
@@ -217,14 +217,15 @@ class LaggingHub(DeferringHub):
                 return
             blocks.append((mediator, share.last.start))
             for port in mediator.trail:
-                mine, others = mediator.wants.get(port), wanted.get(port, _NOTHING)
-                wanted[port] = None if mine is None or others is None else mine | others
+                mine, others = mediator.wants.get(port), wants.get(port, _NOTHING)
+                wants[port] = None if mine is None or others is None else mine | others
+        wanted = {port: None if items is None else sorted(items) for port, items in wants.items()}
         modules = {port: items for port, items in wanted.items() if not port.of_step}
         if blocks and (self._can_keep(modules) if modules else self._graphs):
             self._blocks, self._wanted, self._modules = blocks, wanted, bool(modules)
             self.armed = True
 
-    def _can_keep(self, modules: Mapping[Port, frozenset[int] | None]) -> bool:
+    def _can_keep(self, modules: Mapping[Port, Sequence[int] | None]) -> bool:
         if not self._graphs:  # as far as can be told before they fire
             return self.learned is not None and all(len(self.tree.places.get(port, ())) == 1 for port in modules)
         if self.passes is None or not modules.keys() <= {port for port, _ in self.passes.passed}:
