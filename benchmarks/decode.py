@@ -12,6 +12,7 @@ from bench import Bench, PerRound, generate, wake
 from measure import Curve, Figure, Measured, over
 
 REQUESTS, LENGTH, TOKENS = 16, 8, 64
+ROUNDS = 6
 
 CONCURRENT = (1, 4, 16, 64)
 PORTS = (1, 10, 30, 90)
@@ -64,7 +65,7 @@ INVOKES = {name: scenario.invoke for name, scenario in SCENARIOS.items()}
 def decode(bench: Bench) -> list[Figure]:
     """Throughput of 16 traces over that of plain vLLM, eager and compiled."""
     tokens = bench.tokens(TOKENS)
-    speeds = _speeds(bench, REQUESTS, tokens, INVOKES, 4, compiled=True)
+    speeds, beside = _beside(bench, tokens)
     per_step = {name: statistics.median([1 / speed for speed in values]) / tokens for name, values in speeds.items()}
     eager, compiled = (f"{per_step[name] * 1e3:.1f} ms a step" for name in ("plain eager", "plain"))
     how = (
@@ -73,8 +74,8 @@ def decode(bench: Bench) -> list[Figure]:
     )
     figures = []
     for name, scenario in SCENARIOS.items():
-        ratios = over(speeds[name], speeds["plain eager"])
-        against = how.format(f"vLLM with `enforce_eager=True` ({eager})")
+        ratios = over(speeds[name], beside[name])
+        against = how.format(f"vLLM with `enforce_eager=True` ({eager}), right before and right after it")
         figures.append(
             Figure(f"{name}, of plain eager", "x", ratios, scenario.bar, against, scenario.limits, least=True)
         )
@@ -110,6 +111,31 @@ def _ports(bench: Bench, tokens: int) -> Curve:
     return Curve("read", "x", "ports read in each step", points, how)
 
 
+def _beside(bench: Bench, tokens: int) -> tuple[Measured, Measured]:
+    """Runs per second of each scenario and of plain requests; and of plain eager ones, before and after each scenario.
+
+    A machine that others share is slower in some minutes than in others, by more than a trace costs.
+    """
+    _warm(bench, _functions(bench, 2, 2, INVOKES, compiled=True), ROUNDS)
+    made = _functions(bench, REQUESTS, tokens, INVOKES, compiled=True, more=len(INVOKES))
+    functions = {name: made[name] for name in ("plain", "plain eager")}
+    for name in INVOKES:
+        functions |= {name: made[name], f"plain eager, after {name}": made["plain eager"]}
+    speeds = bench.alternate(functions, ROUNDS, warm=0)
+    before, beside = speeds["plain eager"], {}
+    for name in INVOKES:
+        after = speeds[f"plain eager, after {name}"]
+        beside[name] = [statistics.mean(pair) for pair in zip(before, after, strict=True)]
+        before = after
+    return {name: speeds[name] for name in made}, beside
+
+
+def _warm(bench: Bench, functions: dict[str, Callable[[], float]], rounds: int) -> None:
+    for name, function in functions.items():
+        bench.watch(f"{name}, to warm up", 0, rounds)
+        function()
+
+
 def _speeds(
     bench: Bench,
     count: int,
@@ -117,26 +143,23 @@ def _speeds(
     invokes: Invokes,
     rounds: int,
     *,
-    compiled: bool = False,
     warm: bool = True,
 ) -> Measured:
     """Runs per second of each scenario, and of plain requests, with `count` requests at once."""
     if warm:  # two tokens of two requests do for that
-        for name, function in _functions(bench, 2, 2, invokes, compiled).items():
-            bench.watch(f"{name}, to warm up", 0, rounds)
-            function()
-    functions = _functions(bench, count, tokens, invokes, compiled)
+        _warm(bench, _functions(bench, 2, 2, invokes), rounds)
+    functions = _functions(bench, count, tokens, invokes)
     named = {f"{name}, {count} at once": function for name, function in functions.items()}
     return dict(zip(functions, bench.alternate(named, rounds, warm=0).values(), strict=True))
 
 
 def _functions(
-    bench: Bench, count: int, tokens: int, invokes: Invokes, compiled: bool
+    bench: Bench, count: int, tokens: int, invokes: Invokes, *, compiled: bool = False, more: int = 0
 ) -> dict[str, Callable[[], float]]:
-    """What is compared."""
+    """What is compared; some of them run again in a round, `more` times in all."""
     llms = {**({"plain": bench.plain} if compiled else {}), "plain eager": bench.eager}
     ready, model = bench.ready, bench.model
-    prompts = PerRound(lambda: bench.prompts(count, LENGTH), len(llms) + len(invokes))
+    prompts = PerRound(lambda: bench.prompts(count, LENGTH), len(llms) + len(invokes) + more)
 
     def plain(llm: Any) -> float:
         wake(llm)
