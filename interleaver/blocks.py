@@ -21,10 +21,11 @@ class Blocks:
         mediators: the blocks by request.
         ended: requests whose block ended them (by an exception or `stop`) and that the engine has yet to end.
         edited: requests whose block changed what the model computes; the engine takes them out once they are gone.
+        streams: some of the blocks may stream.
         lagging: the step that runs is kept for the blocks, which have their turns later (`LaggingHub`).
     """
 
-    lagging = False
+    streams = lagging = False
 
     def __init__(self) -> None:
         self.mediators: dict[str, Mediator] = {}
@@ -43,6 +44,11 @@ class Blocks:
         """Requests that go on, and whose blocks have come to need no more steps since this was last asked."""
         done, self._done = frozenset(self._done), set()
         return done
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there may be something to tell the engine with the step that is over: most go by without."""
+        return bool(self.ended or self._done or self._grouped or self.streams)
 
     def about_to_begin(self, request: str, step: int | None) -> Mediator | None:
         """The block of a request, if it waits for this step."""

@@ -97,6 +97,10 @@ class LaggingHub(DeferringHub):
         """See `Blocks`; in a step that is kept, whether ports of modules are."""
         return self._modules if self.lagging else super().needs_modules
 
+    def waited_for(self, port: Port) -> bool:
+        """See `Blocks`; in a step that is kept, whether what passes at the port is."""
+        return port in self._wanted if self.lagging else super().waited_for(port)
+
     def keep(self, passed: Sequence[tuple[Port, object]]) -> None:
         """Keep what has passed in the forward of the step."""
         self._guarded(partial(self._keep, passed))

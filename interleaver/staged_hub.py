@@ -62,6 +62,11 @@ class Staged(Hub):
         mediator.shares = shares(mediator)
         super().add(request, mediator, vocabulary)
 
+    @property
+    def has_news(self) -> bool:
+        """See `Blocks`; the last stage always has some for the others."""
+        return True
+
     # --- what stages tell each other
 
     def hear(self, data: bytes) -> None:

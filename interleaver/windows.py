@@ -7,6 +7,7 @@ the forward, one row per request is left for logits and sampling, in the same or
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..envoy.errors import PreemptedError, UnsupportedError
@@ -70,15 +71,19 @@ def shares(
         prompt_lengths: prompt tokens of each request.
         padded: rows of the tensors, with padding after the last request.
     """
-    result = {}
-    for index, request_id in enumerate(request_ids):
-        start = int(starts[index])
-        count = int(starts[index + 1]) - start
-        position, prompt = int(computed[index]), int(prompt_lengths[index])
-        step, reason = step_of(position, count, prompt)
-        last = Window(index, 1, len(request_ids))
-        result[request_id] = Share(Window(start, count, padded), last, step, reason, position, prompt)
+    result, total = {}, len(request_ids)
+    rows = zip(request_ids, starts, starts[1:], computed, prompt_lengths, strict=False)
+    for index, (request_id, start, end, position, prompt) in enumerate(rows):
+        step, reason = step_of(position, end - start, prompt)
+        window = _row(start, padded) if end - start == 1 else Window(start, end - start, padded)
+        result[request_id] = Share(window, _row(index, total), step, reason, position, prompt)
     return result
+
+
+@lru_cache(maxsize=4096)
+def _row(start: int, total: int) -> Window:
+    """One row: the same ones come in step after step."""
+    return Window(start, 1, total)
 
 
 def step_of(computed: int, count: int, prompt_length: int) -> tuple[int | None, str]:

@@ -62,6 +62,7 @@ class Ahead:
     def __init__(self, tokens: Callable[[object], Mapping[str, int]]) -> None:
         self._tokens = tokens
         self._blocks: dict[str, _Block] = {}
+        self._any_late = self._any_stops = False
         self._output: object = None
 
     def add(self, request: str, group: Group | None, stops: frozenset[int], *, no_module: bool) -> None:
@@ -69,6 +70,7 @@ class Ahead:
         trace = group.trace if group is not None else None
         late = no_module and (group is None or not group.takes)
         self._blocks[request] = _Block(trace, late, stops)
+        self._any_late, self._any_stops = self._any_late or late, self._any_stops or bool(stops)
 
     def sampled(self, output: object) -> None:
         """The tokens of an engine step are on their way to the host."""
@@ -86,13 +88,17 @@ class Ahead:
         if len(self._blocks) > len(running):
             self._blocks = {request: block for request, block in self._blocks.items() if request in running}
             self._output = self._output if self._blocks else None
+            self._any_late = any(block.late for block in self._blocks.values())
+            self._any_stops = any(block.stops for block in self._blocks.values())
+        if not self._any_late:
+            return []
         here = [(request, block) for request in requests if (block := self._blocks.get(request)) is not None]
         early = {block.trace for _, block in here if not block.late and block.trace is not None}
         return [request for request, block in here if block.late and block.trace not in early]
 
     def over(self, requests: Collection[str]) -> list[str]:
         """Those of some requests that their last token has ended; waits for it if there may be any."""
-        if self._output is None:
+        if self._output is None or not self._any_stops:
             return []
         asked = [(request, stops) for request in requests if (stops := self._stops(request))]
         if not asked:

@@ -62,6 +62,7 @@ def fit_in(mediator: Mediator, hub: Hub, new: NewRequest, adapter: RunnerAdapter
     """
     if not is_whole(hub):
         mediator.alone = False  # its twins in other workers have their turns when it has
+    hub.streams = mediator.streamed is not None or (hub.streams and len(hub.mediators) > 0)
     mediator.fixed_samples = _FIXED_SAMPLES if new.logprobs else None
     mediator.partial_prompt = new.reuses_prefix
     if hub.calls.bounds is None:

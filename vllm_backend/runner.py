@@ -71,7 +71,7 @@ class TracedRunner(_Runner):
                 return output
             if output is not None and not scheduler_output.total_num_scheduled_tokens:
                 output = copy(output)  # one object stands for all outputs of steps in which nothing is computed
-                vars(output)[HELD] = self.serving.held
+                vars(output)[HELD] = self.serving.hub.held
             return output
         except BaseException:
             self.serving.abandon_step()
@@ -100,11 +100,14 @@ class TracedRunner(_Runner):
             return output
         serving = self.serving
         serving.sampled(output)
+        hub = serving.hub
+        if not hub.has_news:
+            return output
         told = {
             SAVES: serving.cargo(),
-            ENDED: serving.ended,
-            DONE: serving.take_done(),
-            HELD: serving.held,
+            ENDED: frozenset(hub.ended),
+            DONE: hub.take_done(),
+            HELD: hub.held,
             TOLD: serving.tell_back(),
         }
         vars(getattr(output, self._completed, output)).update({name: what for name, what in told.items() if what})

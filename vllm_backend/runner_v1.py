@@ -77,7 +77,7 @@ class RunnerV1(TracedRunner, _Runner):
 class AdapterV1(Adapter):
     """Runner V1's answers; implements `adapter.RunnerAdapter`."""
 
-    _asked: tuple[list[str], Any] | None = None
+    _asked: tuple[list[str], list[int]] | None = None
     """The requests of the last step that was asked about, and the position that each has come to."""
 
     def clean(self, request_id: str) -> None:
@@ -95,17 +95,16 @@ class AdapterV1(Adapter):
         count = batch.num_reqs
         names, starts = batch.req_ids[:count], self._runner.query_start_loc.np[: count + 1]
         computed = batch.num_computed_tokens_cpu[:count]
-        self._asked = names, computed + starts[1:] - starts[:-1]
-        return shares(names, starts, computed, batch.num_prompt_tokens[:count], rows)
+        self._asked = names, (computed + starts[1:] - starts[:-1]).tolist()
+        return shares(names, starts.tolist(), computed.tolist(), batch.num_prompt_tokens[:count].tolist(), rows)
 
     def follows(self) -> bool:
         """See `RunnerAdapter`."""
         batch = self._runner.input_batch
         count = batch.num_reqs
         names, computed = batch.req_ids[:count], batch.num_computed_tokens_cpu[:count]
-        before, self._asked = self._asked, (names, computed + 1)
-        one_each = int(self._runner.query_start_loc.np[count]) == count
-        return one_each and before is not None and before[0] == names and bool((before[1] == computed).all())
+        before, self._asked = self._asked, (names, (computed + 1).tolist())
+        return before == (names, computed.tolist()) and int(self._runner.query_start_loc.np[count]) == count
 
     def tokens(self, output: Any) -> Mapping[str, int]:
         """See `RunnerAdapter`."""

@@ -247,7 +247,7 @@ class AdapterV2(Adapter):
     A request that goes on after a preemption comes as a new one, under the id that it had.
     """
 
-    _asked: tuple[list[str], Any] | None = None
+    _asked: tuple[list[str], list[int]] | None = None
     """The requests of the last step that was asked about, and the position that each has come to."""
 
     def clean(self, request_id: str) -> None:
@@ -269,7 +269,7 @@ class AdapterV2(Adapter):
         at = batch.idx_mapping_np
         starts = [0, *np.cumsum(batch.num_scheduled_tokens).tolist()]
         positions = states.num_computed_tokens_np[at]
-        self._asked = batch.req_ids, positions + batch.num_scheduled_tokens
+        self._asked = batch.req_ids, (positions + batch.num_scheduled_tokens).tolist()
         return shares(batch.req_ids, starts, positions.tolist(), states.prompt_len.np[at].tolist(), rows)
 
     def graphs(self) -> bool:
@@ -280,10 +280,9 @@ class AdapterV2(Adapter):
         """See `RunnerAdapter`."""
         batch, before = self._runner.batch, self._asked
         positions = self._runner.req_states.num_computed_tokens_np[batch.idx_mapping_np]
-        self._asked = batch.req_ids, positions + 1
-        if before is None or batch.has_prefill or batch.num_tokens != len(batch.req_ids):
-            return False
-        return bool(before[0] == batch.req_ids and (before[1] == positions).all())
+        self._asked = batch.req_ids, (positions + 1).tolist()
+        one_each = not batch.has_prefill and batch.num_tokens == len(batch.req_ids)
+        return one_each and before == (batch.req_ids, positions.tolist())
 
     def tokens(self, output: Any) -> Mapping[str, int]:
         """See `RunnerAdapter`."""

@@ -15,8 +15,9 @@
 
 vLLM has no hooks for these. `_handle_blocked_waiting_request` is asked before a waiting request is scheduled, which is
 where a request is made to wait; the order of `running` decides who is preempted; what is taken out of `running` for the
-time of one `schedule` is left out of that engine step; and the two calls by which blocks get into the prefix cache are
-wrapped as long as there is a traced request.
+time of one `schedule` is left out of that engine step; the two calls by which blocks get into the prefix cache are
+wrapped as long as there is a traced request, and the one that takes the new token of a request where blocks have ended
+theirs.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class _TraceRules(_Scheduler):
         self._members = Members()
         self._traced: set[str] = set()
         self._to_begin: dict[str, Request] = {}  # traced ones of which nothing was computed yet, as they came
-        self._blocks: set[str] = set()  # traced ones whose blocks need more steps
-        self._ahead: set[str] = set()  # traced ones that may be computed before their last token is known
+        self._blocks: set[str] = set()  # traced ones whose blocks need more steps,
+        self._in_time: set[str] = set()  # and those of them that are not computed before their last token is known
         self._ended: frozenset[str] = frozenset()
         self._held: frozenset[str] = frozenset()
         self._taken: dict[str, int] = {}
@@ -118,10 +119,10 @@ class _TraceRules(_Scheduler):
             self._to_begin[request.request_id] = request
             head = _heads.decode(extra[KEY])
             group = head.group
-            if request.sampling_params is not None and runs_ahead(
+            if request.sampling_params is None or not runs_ahead(
                 request.sampling_params, group, no_module=head.no_module
             ):
-                self._ahead.add(request.request_id)
+                self._in_time.add(request.request_id)
             if group is not None:
                 self._members.add(request.request_id, group)
 
@@ -136,6 +137,13 @@ class _TraceRules(_Scheduler):
         if not self._traced:
             self._told_of_sharing.clear()
             return super().schedule(throttle_prefills)
+        if self._usual:
+            if self.policy == SchedulingPolicy.FCFS and len(self._traced) < len(self.requests):
+                self.running.sort(key=self._untraced)
+            self._passed_over, self._yielded = None, False
+            output = super().schedule(throttle_prefills)
+            self._end_stuck(output)
+            return output
         self._taken.clear()
         self._under_way.clear()
         if self._stages:
@@ -178,22 +186,27 @@ class _TraceRules(_Scheduler):
     ) -> dict[int, Any]:
         """As in `Scheduler`, with what the blocks did in this engine step known, and their saves on the outputs."""
         if not self._traced and not len(self._transit):
-            self._ended = frozenset()
             found: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
             return found
-        self._ended = getattr(model_runner_output, ENDED, frozenset())
-        if self._traced and (scheduler_output.total_num_scheduled_tokens > 0 or hasattr(model_runner_output, HELD)):
-            self._held = getattr(model_runner_output, HELD, frozenset())
-            for request in getattr(model_runner_output, DONE, ()):
+        news = vars(model_runner_output)
+        self._ended = news.get(ENDED, frozenset())
+        if self._traced and (scheduler_output.total_num_scheduled_tokens > 0 or HELD in news):
+            self._held = news.get(HELD, frozenset())
+            for request in news.get(DONE, ()):
                 self._blocks.discard(request)
+                self._in_time.discard(request)
                 self._members.block_ended(request)
-        for request, told in getattr(model_runner_output, TOLD, {}).items():
+        for request, told in news.get(TOLD, {}).items():
             (self._told_of_sharing if self._members.shares(request) else self._told)[request] = told
-        self._transit.add(getattr(model_runner_output, SAVES, {}))
+        self._transit.add(news.get(SAVES, {}))
+        if self._ended:  # only then: vLLM's call comes by here for each request in each engine step
+            self.__dict__["_update_request_with_output"] = self._update_ended
         clients: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
-        for client in clients.values():
-            self._transit.attach(client.outputs)
-        self._transit.keep(self.requests.keys())
+        self.__dict__.pop("_update_request_with_output", None)
+        if len(self._transit):
+            for client in clients.values():
+                self._transit.attach(client.outputs)
+            self._transit.keep(self.requests.keys())
         return clients
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
@@ -205,7 +218,7 @@ class _TraceRules(_Scheduler):
 
     # --- inside; the signatures are vLLM's
 
-    def _update_request_with_output(
+    def _update_ended(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
         new_token_ids, stopped = super()._update_request_with_output(request, new_token_ids, is_stale)
@@ -221,7 +234,7 @@ class _TraceRules(_Scheduler):
             if not self._traced:
                 self._leave_blocks()
         self._blocks.discard(request.request_id)
-        self._ahead.discard(request.request_id)
+        self._in_time.discard(request.request_id)
         self._to_begin.pop(request.request_id, None)
         self._members.remove(request.request_id)
         self._told.pop(request.request_id, None)
@@ -246,6 +259,12 @@ class _TraceRules(_Scheduler):
             return False
         return bool(request.num_tokens <= self.max_num_scheduled_tokens - sum(self._taken.values()))
 
+    @property
+    def _usual(self) -> bool:
+        """Whether the rules have nothing to decide in this engine step but who is preempted first."""
+        waits = self._to_begin or self._held or self._in_time or self._stages
+        return not waits and len(self.running) <= self.max_num_running_reqs
+
     def _next_to_begin(self) -> Request | None:
         """The first waiting request that can begin, and has to with its whole prompt."""
         waiting = self._to_begin.values()
@@ -257,10 +276,8 @@ class _TraceRules(_Scheduler):
 
     def _pauses(self, request: Request) -> bool:
         """Whether a running request must not be computed now."""
-        waits = request.request_id in self._blocks and request.request_id not in self._ahead
-        return (
-            (waits and request.num_in_flight_tokens > 0) or request.request_id in self._held or self._follows(request)
-        )
+        in_time = request.request_id in self._in_time and request.num_in_flight_tokens > 0
+        return in_time or request.request_id in self._held or self._follows(request)
 
     def _follows(self, request: Request) -> bool:
         """Whether a request whose block shares something with its own is under way in the stages."""
@@ -316,7 +333,7 @@ class _TraceRules(_Scheduler):
         )
 
     def _watch_blocks(self) -> None:
-        """Count the tokens that each request gets, and keep traced ones out of the prefix cache.
+        """Keep traced requests out of the prefix cache, and count the tokens that each gets where some have to begin.
 
         As long as there are traced ones: each call of vLLM's comes by here, for each request in each engine step.
         """
@@ -327,7 +344,7 @@ class _TraceRules(_Scheduler):
             if request.request_id in self._traced:
                 kwargs["delay_cache_blocks"] = True
             blocks = allocate(request, num_new_tokens, *args, **kwargs)
-            if blocks is not None:
+            if self._to_begin and blocks is not None:
                 self._taken[request.request_id] = num_new_tokens
                 self._to_begin.pop(request.request_id, None)
             return blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from functools import partial
 from time import monotonic
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 
-from ..envoy.address import LOGITS, SAMPLES, port_at
+from ..envoy.address import LOGITS, SAMPLES, Port, port_at
 from ..envoy.envoy import Envoy, RootEnvoy
 from ..envoy.errors import InternalError, MisuseError
 from ..interleaver.device import Cuda, DeviceLimit
@@ -22,6 +23,7 @@ from ..interleaver.lagging_hub import LaggingHub
 from ..interleaver.launch import launch
 from ..interleaver.staged_hub import Staged
 from ..interleaver.supply import Supply
+from ..interleaver.torch_compat import inference_mode
 from ..tracer.block import Payload, TensorBlob
 from .ahead import Ahead
 from .hubs import fit_in, is_whole, kind_of, whole_hub
@@ -36,8 +38,7 @@ if TYPE_CHECKING:
     from .graphs import Graphs
     from .in_band import Cargo
 
-_LOGITS = -1  # the number of all supplies that hold the logits
-
+_LOGITS, _SAMPLES = port_at("", LOGITS), port_at("", SAMPLES)
 _log = logging.getLogger(__name__)
 
 
@@ -72,6 +73,7 @@ class Serving:
         self._late: Sequence[str] = ()
         self._begun: tuple[int, Graphs | None] = 0, None
         self._padded = 0
+        self._left: AbstractSet[str] = frozenset()  # requests that have left, whose traces are there still
         self._expected: Sequence[str] = ()
         self._device_limit: DeviceLimit | None = None
         self._limits = limits
@@ -89,20 +91,6 @@ class Serving:
         """Whether any traced request is known; if not, the runner does what it does without invivo."""
         return len(self._traces) > 0
 
-    @property
-    def ended(self) -> frozenset[str]:
-        """Requests that their block has ended."""
-        return frozenset(self._hub.ended) if self._hub is not None else frozenset()
-
-    @property
-    def held(self) -> frozenset[str]:
-        """Requests whose blocks stand at a barrier."""
-        return self._hub.held if self._hub is not None else frozenset()
-
-    def take_done(self) -> frozenset[str]:
-        """See `Hub.take_done`."""
-        return self._hub.take_done() if self._hub is not None else frozenset()
-
     # --- an engine step
 
     def clean(self, scheduled: object) -> None:
@@ -118,10 +106,11 @@ class Serving:
 
     def leave(self, scheduled: object) -> None:
         """Forget the traces of requests that have left, once nobody will ask for their reply."""
-        if self.active:
-            with torch.inference_mode():  # others that wait for them in vain have a turn
-                now = getattr(scheduled, NOW, None) or monotonic()
-                self._guarded(lambda: self._traces.leave(self._adapter.finished(scheduled), self._ready(), now))
+        if self.active and ((finished := self._adapter.finished(scheduled)) or self._left):
+            hub, now = self._ready(), getattr(scheduled, NOW, None) or monotonic()
+            with inference_mode(True):  # others that wait for them in vain have a turn
+                self._guarded(lambda: self._traces.leave(finished, hub, now))
+            self._left = hub.mediators.keys() & (self._left | finished)
 
     def admit(self, scheduled: object) -> None:
         """Take in the traced requests of an engine step."""
@@ -202,15 +191,15 @@ class Serving:
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits ``[requests, vocab]``, with the blocks' edits."""
         if not self._late:
-            return self._fired(LOGITS, logits)
+            return self._fired(_LOGITS, logits)
         self._guarded(partial(self._enter_late, logits))
-        edited = self._fired(LOGITS, logits)
+        edited = self._fired(_LOGITS, logits)
         self._ready().end_supply()
         return edited
 
     def samples(self, samples: torch.Tensor) -> torch.Tensor:
         """Sampled token ids ``[requests, 1]``, with the blocks' edits."""
-        return self._fired(SAMPLES, samples[:, 0])[:, None]
+        return self._fired(_SAMPLES, samples[:, 0])[:, None] if self._ready().waited_for(_SAMPLES) else samples
 
     def finish_step(self) -> None:
         """The tokens of the engine step are sampled."""
@@ -341,7 +330,7 @@ class Serving:
         over = self._ahead.over(late)
         hub, entering = self._ready(), [request for request in late if request not in over]
         if is_whole(hub):
-            hub.supply(Supply([(port_at("", LOGITS), logits)], {}, _LOGITS), entering)
+            hub.supply(Supply([(_LOGITS, logits)], {}, number=-1), entering)
         hub.enter(entering)
 
     def _admit(self, new: NewRequest) -> None:
@@ -395,6 +384,6 @@ class Serving:
         parameters: Iterable[torch.nn.Parameter] = self._adapter.model().parameters()
         return next((parameter.device for parameter in parameters), None)
 
-    def _fired(self, kind: str, value: torch.Tensor) -> torch.Tensor:
-        replaced = self._ready().fire(port_at("", kind), value)
+    def _fired(self, port: Port, value: torch.Tensor) -> torch.Tensor:
+        replaced = self._ready().fire(port, value)
         return replaced if isinstance(replaced, torch.Tensor) else value

@@ -111,6 +111,7 @@ def _nothing_left(busy: tuple[VLLM, Seen]) -> Iterator[None]:
     model.check_integrity()
     scheduler: Any = model.engine.llm_engine.engine_core.engine_core.scheduler
     assert not scheduler._traced and not len(scheduler._members)
+    assert "_update_request_with_output" not in vars(scheduler)
     manager = scheduler.kv_cache_manager
     for name in ("allocate_slots", "cache_blocks"):
         assert getattr(manager, name) == getattr(type(manager), name).__get__(manager), "others pay nothing for rules"

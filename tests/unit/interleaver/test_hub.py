@@ -186,8 +186,12 @@ def test_it_is_told_once_that_a_request_goes_on_without_its_block(batch: Batch) 
     for name, body in zip(names, (reads, waits, fails, goes_on), strict=True):
         batch.add(name, body)
     batch.step(torch.randn(4, 3), shares(names, [0, 1, 2, 3, 4], [0] * 4, [1] * 4, 4))
+    assert batch.hub.has_news
     assert batch.hub.take_done() == {"reads", "waits"} and batch.hub.ended == {"fails"}
     assert batch.hub.take_done() == frozenset()
+    assert batch.hub.has_news, "the engine has yet to end the one that failed"
+    batch.hub.remove("fails")
+    assert not batch.hub.has_news
 
 
 def test_what_comes_again_after_an_edit_ends_the_trace(batch: Batch) -> None:

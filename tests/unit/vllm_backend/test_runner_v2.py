@@ -33,6 +33,34 @@ def test_rows_and_steps_are_in_the_order_of_the_batch() -> None:
     assert found["again"].ends_with(1)  # prompt and token in one go, after a preemption
 
 
+def test_a_step_follows_if_each_request_has_gone_on_by_one_token() -> None:
+    def batch(names: str, *, prefill: bool = False) -> Any:
+        count = len(names)
+        return SimpleNamespace(
+            req_ids=[*names],
+            num_scheduled_tokens=np.ones(count, np.int32),
+            num_tokens=count,
+            has_prefill=prefill,
+            idx_mapping_np=np.array([ord(name) - ord("a") for name in names]),
+        )
+
+    states = SimpleNamespace(
+        num_computed_tokens_np=np.array([7, 9], np.int32), prompt_len=SimpleNamespace(np=np.array([4, 4], np.int32))
+    )
+    runner = SimpleNamespace(batch=batch("ba"), req_states=states)
+    adapter = AdapterV2(runner)
+    adapter.shares(2)
+    states.num_computed_tokens_np += 1
+    assert adapter.follows()
+    states.num_computed_tokens_np += 1
+    assert adapter.follows()
+    assert not adapter.follows()  # the same step again
+    for other in (batch("ab"), batch("a"), batch("ab", prefill=True)):
+        runner.batch = other
+        states.num_computed_tokens_np += 1
+        assert not adapter.follows()
+
+
 def test_tokens_are_those_of_requests_that_got_one() -> None:
     waited: list[bool] = []
     output = SimpleNamespace(
