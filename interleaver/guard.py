@@ -60,17 +60,29 @@ class Guard:
         seen: what the watchdog knows of the turn.
     """
 
+    kind: type[OverLimit]
+
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.error: BaseException | None = None
         self.number = 0
         self.seen: Seen | None = None
-        self.kind: type[OverLimit] = type("OverLimit", (OverLimit,), {"guard": self})
         self._thread = 0
         self._block: greenlet.greenlet | None = None
         self._stops = self._thrown = self._hand_overs = 0
         self._meter = Meter() if limits.saves is not None else None
         self._lock = threading.Lock()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> type[OverLimit]:
+            """Make `kind` when it is first asked for, since few blocks go over a limit and a class takes long to make.
+
+            That is in `stop` before it has anything raised, so nothing is raised in here. Two threads get the same one.
+            """
+            if name != "kind":
+                raise AttributeError(name)
+            return vars(self).setdefault("kind", type("OverLimit", (OverLimit,), {"guard": self}))
 
     # --- the model's thread
 
@@ -161,17 +173,18 @@ class Guard:
 
     def stop(self, number: int, error: BaseException) -> None:
         """End the block with `error`, if it still has that turn."""
+        kind = self.kind
         with self._lock:
             before, self.error = self.error, error
             if self._stops >= _PATIENCE:
-                self.kind.__init__ = again_when_caught(self._thread, self.kind)  # type: ignore[method-assign]
+                kind.__init__ = again_when_caught(self._thread, kind)  # type: ignore[method-assign]
             if self.number != number:
                 self.error = before
-                self.kind.__init__ = BaseException.__init__  # type: ignore[method-assign]
+                kind.__init__ = BaseException.__init__  # type: ignore[method-assign]
                 return
             self._stops += 1
             if not WATCHDOG.waker.try_wake(self._thread):
-                raise_in(self._thread, self.kind)
+                raise_in(self._thread, kind)
 
 
 def save_error(size: int, limit: int) -> SaveLimitError:

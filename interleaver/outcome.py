@@ -53,7 +53,7 @@ def reply_of(launched: Launched, learned: Learned | None, *, in_model: bool = Fa
 def _check_saves(mediator: Mediator) -> None:
     """Whether what comes home is within the limit; else that is the block's failure, and what fits is kept."""
     values = saved_by_name(mediator.scope, mediator.saved)
-    error = mediator.over_limit(values)
+    error = mediator.over_limit(values) if values else None
     if error is not None:
         mediator.failure = mediator.failure or error
         mediator.scope = mediator.within_limit(values)
@@ -152,8 +152,9 @@ def named_saves(mediator: Mediator) -> dict[str, object]:
     saves = saved_by_name(mediator.scope, mediator.saved)
     if mediator.failure is not None:
         return saves
-    kept = held(saves.values())
-    for entry in mediator.saved:
-        if not entry.sent and id(entry.value) not in kept:
-            mediator.warnings.append((unheld(entry), entry.line))
+    named = set(map(id, saves.values()))
+    unnamed = [entry for entry in mediator.saved if not entry.sent and id(entry.value) not in named]
+    if unnamed:  # usually none, and what is held takes long to go through
+        kept = held(saves.values())
+        mediator.warnings += [(unheld(entry), entry.line) for entry in unnamed if id(entry.value) not in kept]
     return saves
