@@ -56,7 +56,6 @@ class Guard:
         limits: the limits.
         error: what the block is ended with; None as long as it is within its limits.
         number: of the turn that runs, if odd.
-        kind: the exception that ends the block.
         seen: what the watchdog knows of the turn.
     """
 
@@ -65,12 +64,20 @@ class Guard:
         self.error: BaseException | None = None
         self.number = 0
         self.seen: Seen | None = None
-        self.kind: type[OverLimit] = type("OverLimit", (OverLimit,), {"guard": self})
         self._thread = 0
         self._block: greenlet.greenlet | None = None
         self._stops = self._thrown = self._hand_overs = 0
         self._meter = Meter() if limits.saves is not None else None
         self._lock = threading.Lock()
+
+    @property
+    def kind(self) -> type[OverLimit]:
+        """What is raised in the block, a class of its own: made when first asked for, as few blocks go over a limit.
+
+        That is in `stop`, before it has anything raised, so nothing is raised in here. Two threads get the same one.
+        """
+        found: type[OverLimit] | None = vars(self).get("_kind")
+        return found or vars(self).setdefault("_kind", type("OverLimit", (OverLimit,), {"guard": self}))
 
     # --- the model's thread
 
@@ -161,17 +168,18 @@ class Guard:
 
     def stop(self, number: int, error: BaseException) -> None:
         """End the block with `error`, if it still has that turn."""
+        kind = self.kind
         with self._lock:
             before, self.error = self.error, error
             if self._stops >= _PATIENCE:
-                self.kind.__init__ = again_when_caught(self._thread, self.kind)  # type: ignore[method-assign]
+                kind.__init__ = again_when_caught(self._thread, kind)  # type: ignore[method-assign]
             if self.number != number:
                 self.error = before
-                self.kind.__init__ = BaseException.__init__  # type: ignore[method-assign]
+                kind.__init__ = BaseException.__init__  # type: ignore[method-assign]
                 return
             self._stops += 1
             if not WATCHDOG.waker.try_wake(self._thread):
-                raise_in(self._thread, self.kind)
+                raise_in(self._thread, kind)
 
 
 def save_error(size: int, limit: int) -> SaveLimitError:

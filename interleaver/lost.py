@@ -21,6 +21,9 @@ from ..tracer.block import TracerHandle
 from ..tracer.naming import Saved
 from .torch_compat import version_of
 
+_LASTING = (type, ModuleType, Envoy, TracerHandle, Logger)
+_CHANGING = (list, dict, set, deque, bytearray, torch.Tensor)
+_HOLDING = (list, tuple, set, frozenset, deque)
 _LIMIT = 10_000
 _DEPTH = 4
 
@@ -40,12 +43,13 @@ class Snapshot:
 
     def lost(self, saved: Iterable[Saved]) -> list[str]:
         """A message for each variable that was changed and is not in what was saved."""
-        kept = {id(item) for entry in saved for item in _reachable(entry.value)}
-        return [
-            _message(name, value)
+        changed = {
+            name: value
             for name, value in self._values.items()
-            if id(value) not in kept and not _same(self._before[name], _contents(value, self._shared))
-        ]
+            if not _same(self._before[name], _contents(value, self._shared))
+        }
+        kept = {id(item) for entry in saved for item in _reachable(entry.value)} if changed else ()
+        return [_message(name, value) for name, value in changed.items() if id(value) not in kept]
 
 
 def _message(name: str, value: object) -> str:
@@ -68,13 +72,13 @@ def _message(name: str, value: object) -> str:
 def _mutable(value: object) -> bool:
     if isinstance(value, FunctionType):
         return bool(value.__closure__)
-    if isinstance(value, type | ModuleType | Envoy | TracerHandle | Logger):
+    if isinstance(value, _LASTING):
         return False
-    return isinstance(value, list | dict | set | deque | bytearray | torch.Tensor) or hasattr(value, "__dict__")
+    return isinstance(value, _CHANGING) or hasattr(value, "__dict__")
 
 
 def _parts(value: object) -> list[object] | None:
-    if isinstance(value, list | tuple | set | frozenset | deque):
+    if isinstance(value, _HOLDING):
         return list(value)
     if isinstance(value, FunctionType):
         return [item for cell in value.__closure__ or () for item in _content(cell)]

@@ -203,7 +203,7 @@ class Mediator(active.Session):
     def within_limit(self, values: dict[str, object]) -> tuple[dict[str, object], SaveLimitError | None]:
         """Those of some values that may come home; and why not all may."""
         limit = self._guard.limits.saves if self._guard is not None else None
-        if limit is None or (size := size_of(values.values())) <= limit:
+        if limit is None or not values or (size := size_of(values.values())) <= limit:
             return values, None
         return fitting(values, limit), save_error(size, limit)
 

@@ -73,12 +73,17 @@ class Meter:
             item = todo.pop()
             self._items += 1
             if isinstance(item, torch.Tensor):
-                self._count_tensor(item)
+                self._count_tensors((item,))
             elif isinstance(item, _HOLDING):
                 if id(item) not in seen:
                     seen.add(id(item))
                     self._changing += isinstance(item, _CHANGING)
-                    todo.extend(item.values() if isinstance(item, dict) else item)
+                    inside = item.values() if isinstance(item, dict) else item
+                    if {*map(type, inside)} == {torch.Tensor}:  # the usual case
+                        self._items += len(inside)
+                        self._count_tensors(inside)
+                    else:
+                        todo.extend(inside)
             elif isinstance(item, np.ndarray):
                 self._note_sent(item, item.nbytes)
                 while isinstance(item.base, np.ndarray):
@@ -107,15 +112,22 @@ class Meter:
                 self.add(islice(reversed(values), max(length - known, 0)))
                 entry[1] = length
 
-    def _count_tensor(self, tensor: torch.Tensor) -> None:
-        try:
-            storage = tensor.untyped_storage()
-            key = storage.data_ptr()
-        except (RuntimeError, NotImplementedError):  # a sparse tensor, or another kind without storage
-            return
-        if not tensor.is_meta:
-            self._note(key, storage.nbytes())
-            self._note_sent(tensor, tensor.numel() * tensor.element_size())
+    def _count_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        storages, senders = self._storages, self._senders
+        for tensor in tensors:
+            try:
+                storage = tensor.untyped_storage()
+                key = storage.data_ptr()
+            except (RuntimeError, NotImplementedError):  # a sparse tensor, or another kind without storage
+                continue
+            if tensor.is_meta:
+                continue
+            if key not in storages:
+                storages.add(key)
+                self._held += storage.nbytes()
+            if id(tensor) not in senders:
+                senders.add(id(tensor))
+                self._sent += tensor.nbytes
 
     def _note(self, key: int, size: int) -> None:
         if key not in self._storages:

@@ -151,8 +151,9 @@ def named_saves(mediator: Mediator) -> dict[str, object]:
     saves = saved_by_name(mediator.scope, mediator.saved)
     if mediator.failure is not None:
         return saves
-    kept = held(saves.values())
-    for entry in mediator.saved:
-        if not entry.sent and id(entry.value) not in kept:
-            mediator.warnings.append((unheld(entry), entry.line))
+    named = set(map(id, saves.values()))
+    unnamed = [entry for entry in mediator.saved if not entry.sent and id(entry.value) not in named]
+    if unnamed:  # usually none, and what is held takes long to go through
+        kept = held(saves.values())
+        mediator.warnings += [(unheld(entry), entry.line) for entry in unnamed if id(entry.value) not in kept]
     return saves

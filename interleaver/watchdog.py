@@ -54,11 +54,15 @@ class Watchdog:
         self.waker = Waker(self._in_main_thread)
         self._guards: set[Guard] = set()
         self._thread: threading.Thread | None = None
+        self._prepared = 0
         self._woken = threading.Event()
 
     def add(self, guard: Guard) -> None:
         """Watch a block from now on, whose turns this thread runs."""
-        self.waker.prepare()
+        runs = threading.get_ident()
+        if not self._guards or self._prepared != runs:  # not for each of many blocks that come at once
+            self.waker.prepare()
+            self._prepared = runs
         self._guards.add(guard)
         if self._thread is None or not self._thread.is_alive():  # a process that was forked off has none
             self._woken = threading.Event()

@@ -173,9 +173,12 @@ def _numbers(plain: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _reach(tensor: torch.Tensor) -> int:
     """Elements of its storage up to the last one that a tensor has."""
+    count = tensor.numel()
+    if not count or tensor.is_contiguous():
+        return int(tensor.storage_offset()) + count if count else 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * stride for size, stride in steps)
-    return int(tensor.storage_offset()) + int(last) + 1 if tensor.numel() else 0
+    return int(tensor.storage_offset()) + int(last) + 1
 
 
 def tensor(

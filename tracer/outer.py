@@ -29,8 +29,9 @@ from .homecoming import Homecoming
 from .invoke import Invoke
 from .naming import Saved, held, saved_by_name, unheld
 from .outer_tracer import MakeRequest, OuterTracer
-from .packing import encode_values, payload_of
+from .packing import encode_values, new_id, payload_of
 from .program import SAVE, Program, compile_block
+from .repeated import Key, key_of
 from .saves import save_method
 from .sharing import Sharing
 from .streaming import StreamingBackend
@@ -69,6 +70,7 @@ class OuterTrace:
         self._program: Program | None = None
         self._sharing = Sharing(model, ())
         self._blobs = Blobs()
+        self._known: dict[Key, Payload] = {}
         self._saved: list[Saved] = []
 
     def __enter__(self) -> OuterTracer:
@@ -178,9 +180,15 @@ class OuterTrace:
             self._sharing.consider(scope.values())
             release(frame, scope)
         self._sharing.consider(values.locals.values())
+        key = key_of(invoke.site, values, self._model, self._tracer)
+        if key is not None and key in self._known:
+            invoke.payload = structs.replace(self._known[key], trace=new_id(), seed=invoke.seed)
+            return
         encoded = encode_values(invoke.site, values, self._model, self._sharing.key, self._blobs)
         invoke.barriers = tuple({**dict(encoded.barriers), **dict(self._sharing.settle())}.items())
         invoke.payload = payload_of(invoke.site, values, encoded, invoke.seed)
+        if key is not None:
+            self._known[key] = invoke.payload
 
     def _payloads(self, scope: dict[str, object], named: dict[str, object]) -> list[Payload]:
         """The payloads, now that it is known what each gives to others."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import uuid
+import secrets
 from functools import lru_cache
 
 from ..envoy.envoy import RootEnvoy
@@ -45,11 +45,16 @@ def encode_values(
     return encode({"local": captured.locals, "global": captured.globals}, model, key, blobs)
 
 
+def new_id() -> str:
+    """An id for the trace of one block."""
+    return secrets.token_hex(16)
+
+
 def payload_of(site: Site, captured: Captured, encoded: Encoded, seed: int) -> Payload:
     """The payload of a block whose values are encoded."""
     return Payload(
         FORMAT,
-        uuid.uuid4().hex,
+        new_id(),
         site.block,
         encoded.data,
         encoded.tensors,

@@ -64,6 +64,8 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         """Called by pickle for every object but numbers, text and plain containers."""
         if isinstance(obj, FunctionType):
+            if obj is resolve:
+                return NotImplemented
             if not by_value.by_name(obj):
                 return by_value.function_parts(obj, self._namespaces)
             self._note(obj.__module__, obj.__name__)

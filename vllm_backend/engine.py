@@ -97,20 +97,23 @@ class Engine(Lifecycle[LLM]):
             EngineDiedError: the engine's process is gone.
         """
         with self._requests() as (llm, ids):
-            sent: list[int] = []
+            waiting = [*range(len(prompts))]
+            places: dict[str, int] = {}
             over: set[int] = set()
-            while len(sent) < len(prompts) or llm.llm_engine.has_unfinished_requests():
-                ready = [i for i in range(len(prompts)) if i not in sent and over.issuperset(after[i])]
+            while waiting or llm.llm_engine.has_unfinished_requests():
+                ready = [i for i in waiting if over.issuperset(after[i])]
                 if ready:
                     with refusals():
-                        ids += llm.enqueue([prompts[i] for i in ready], [params[i] for i in ready], use_tqdm=False)
-                    sent += ready
+                        keys = llm.enqueue([prompts[i] for i in ready], [params[i] for i in ready], use_tqdm=False)
+                    ids += keys
+                    places.update((name, i) for key, i in zip(keys, ready, strict=True) for name in _names(key))
+                    waiting = [i for i in waiting if not over.issuperset(after[i])]
                 if not llm.llm_engine.has_unfinished_requests():
                     raise InternalError("the requests of a trace wait for each other.")
                 outputs = [cast("RequestOutput", output) for output in llm.llm_engine.step() if output.finished]
                 if outputs:
-                    places = [sent[ids.index(_key(output.request_id, ids))] for output in outputs]
-                    over.update(ended(dict(zip(places, outputs, strict=True)), partial(_call, llm)))
+                    finished = {places[output.request_id]: output for output in outputs}
+                    over.update(ended(finished, partial(_call, llm)))
 
     def generate_each(
         self, requests: Iterator[Sent], room: int, ended: Callable[[str, RequestOutput, Call], None]
@@ -200,7 +203,12 @@ class Engine(Lifecycle[LLM]):
 
 def _key(request_id: str, keys: Iterable[str]) -> str:
     """The key that vLLM gave a request which now says its id, without the suffix of the key."""
-    return next(key for key in keys if request_id in (key, key.rpartition("-")[0]))
+    return next(key for key in keys if request_id in _names(key))
+
+
+def _names(key: str) -> tuple[str, str]:
+    """What the output of a request may say of it: its key, or that without the suffix."""
+    return key, key.rpartition("-")[0]
 
 
 def _call(llm: LLM, method: str, *args: object) -> Any:

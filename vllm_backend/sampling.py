@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, get_args
 
 from msgspec import structs
@@ -13,8 +13,11 @@ from vllm import SamplingParams
 
 from ..envoy.address import suggestion
 from ..envoy.errors import SamplingError, UnsupportedError
-from .compat import MsgpackDecoder, MsgpackEncoder, VLLMValidationError
+from .compat import MsgpackDecoder, MsgpackEncoder, RequestOutputKind, VLLMValidationError
 from .settings import KEY
+
+_SCALARS = frozenset({bool, int, float, str, type(None), RequestOutputKind})
+"""Types of arguments that cannot change, and are equal only to themselves where the type is the same."""
 
 
 def sampling_params(given: dict[str, Any]) -> SamplingParams:
@@ -47,15 +50,28 @@ def plain_params(given: dict[str, Any]) -> SamplingParams:
             raise SamplingError(f"give {names} inside of `sampling_params`, or all as keywords; not both.")
         params = base.clone()
     else:
-        for name in given:
-            if name not in _known():
-                raise SamplingError(f"unknown sampling argument `{name}`.{suggestion(name, _known())}")
-        with refusals(TypeError, ValueError):
-            params = SamplingParams(**given)
+        if all(type(value) in _SCALARS for value in given.values()):
+            _check_scalars(**given)
+            return _made(given)
+        params = _made(given)
     _check_types(params)
     if KEY in (params.extra_args or {}):
         raise SamplingError(f"`extra_args` must not have the key {KEY!r}: it carries the block.")
     return params
+
+
+def _made(given: dict[str, Any]) -> SamplingParams:
+    for name in given:
+        if name not in _known():
+            raise SamplingError(f"unknown sampling argument `{name}`.{suggestion(name, _known())}")
+    with refusals(TypeError, ValueError):
+        return SamplingParams(**given)
+
+
+@lru_cache(maxsize=64, typed=True)
+def _check_scalars(**given: Any) -> None:
+    """As `_check_types`, once for the same arguments: the prompts of a trace usually have them in common."""
+    _check_types(_made(given))
 
 
 def _check_types(params: SamplingParams) -> None:

@@ -140,6 +140,24 @@ def test_a_block_within_its_limits_is_left_alone(run: Any) -> None:
     run(check)
 
 
+def test_the_exception_is_made_for_a_block_that_needs_it_and_is_one() -> None:
+    guard = guarded(lambda: None)
+    assert "kind" not in vars(guard)
+    found: list[type[OverLimit]] = []
+    together = threading.Barrier(8)
+
+    def ask() -> None:
+        together.wait()
+        found.append(guard.kind)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and set(found) == {guard.kind} and guard.kind.guard is guard
+
+
 def test_the_exception_stays_in_the_block(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns that end at about the moment when their time is over, 500 times and more: nothing may come after a turn."""
     monkeypatch.setattr(watchdog, "PERIOD", 0.0005)

@@ -51,3 +51,20 @@ def test_what_cannot_be_sent_is_refused_by_name(given: dict[str, Any]) -> None:
 )
 def test_what_can_be_sent_is_taken(given: dict[str, Any]) -> None:
     plain_params(given)
+
+
+def test_arguments_that_were_taken_do_not_stand_for_equal_ones_of_other_types() -> None:
+    """Scalars are checked once for the same arguments: 1 is equal to True and to 1.0."""
+    for _ in range(2):
+        assert plain_params({"n": 1, "seed": 1, "temperature": 1}).n == 1
+    for given in ({"n": True}, {"n": 1.0}, {"seed": True}):
+        with pytest.raises(SamplingError):
+            plain_params(given)
+
+
+def test_each_request_has_parameters_of_its_own() -> None:
+    one, other = (plain_params({"max_tokens": 3, "temperature": 0.0}) for _ in range(2))
+    assert one == other and one is not other
+    one.stop_token_ids.append(5)
+    one.all_stop_token_ids.add(5)
+    assert not other.stop_token_ids and not other.all_stop_token_ids
