@@ -31,14 +31,14 @@ class Blocks:
         self.mediators: dict[str, Mediator] = {}
         self.ended: set[str] = set()
         self.edited: set[str] = set()
-        self._grouped: dict[str, Mediator] = {}
+        self._meeting: dict[str, Mediator] = {}  # those that may come to barriers
         self._done: set[str] = set()
         self._waiting: dict[Port, list[Mediator]] = {}
 
     @property
     def held(self) -> frozenset[str]:
         """Requests whose block waits at a barrier: the engine must not go on with them."""
-        return frozenset(key for key, mediator in self._grouped.items() if isinstance(mediator.wait, BarrierWait))
+        return frozenset(key for key, mediator in self._meeting.items() if isinstance(mediator.wait, BarrierWait))
 
     def take_done(self) -> frozenset[str]:
         """Requests that go on, and whose blocks have come to need no more steps since this was last asked."""
@@ -48,7 +48,7 @@ class Blocks:
     @property
     def has_news(self) -> bool:
         """Whether there may be something to tell the engine with the step that is over: most go by without."""
-        return bool(self.ended or self._done or self._grouped or self.streams)
+        return bool(self.ended or self._done or self._meeting or self.streams)
 
     def about_to_begin(self, request: str, step: int | None) -> Mediator | None:
         """The block of a request, if it waits for this step."""

@@ -49,15 +49,30 @@ class OverLimit(BaseException):
     guard: ClassVar[Guard]
 
 
+class _Kind:
+    """Makes the exception of a guard when it is first asked for, as few blocks go over a limit and a class takes long.
+
+    That is in `stop`, before it has anything raised, so nothing is raised in here. Two threads get the same one. Then
+    it is an ordinary attribute: Python that ran where the exception is looked for would have it raised once more.
+    """
+
+    def __get__(self, guard: Guard, _owner: type[Guard]) -> type[OverLimit]:
+        attributes: dict[str, type[OverLimit]] = vars(guard)
+        return attributes.setdefault("kind", type("OverLimit", (OverLimit,), {"guard": guard}))
+
+
 class Guard:
     """The limits of one block.
 
     Attributes:
+        kind: the exception that ends the block.
         limits: the limits.
         error: what the block is ended with; None as long as it is within its limits.
         number: of the turn that runs, if odd.
         seen: what the watchdog knows of the turn.
     """
+
+    kind = _Kind()
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -69,15 +84,6 @@ class Guard:
         self._stops = self._thrown = self._hand_overs = 0
         self._meter = Meter() if limits.saves is not None else None
         self._lock = threading.Lock()
-
-    @property
-    def kind(self) -> type[OverLimit]:
-        """What is raised in the block, a class of its own: made when first asked for, as few blocks go over a limit.
-
-        That is in `stop`, before it has anything raised, so nothing is raised in here. Two threads get the same one.
-        """
-        found: type[OverLimit] | None = vars(self).get("_kind")
-        return found or vars(self).setdefault("_kind", type("OverLimit", (OverLimit,), {"guard": self}))
 
     # --- the model's thread
 

@@ -21,6 +21,7 @@ from ..envoy.tree import Learned, ModuleTree
 from .blocks import Blocks
 from .calls import Calls, ModuleCall
 from .generator import SEAT, Draws
+from .group import shares as shares_something
 from .holding import hold, hold_each
 from .hooks import Hooks
 from .mediator import Mediator
@@ -74,18 +75,19 @@ class Hub(Blocks):
     def add(self, request: str, mediator: Mediator, vocabulary: int | None) -> None:
         """Take in the block of a request, whose first step brings its first turn; `vocabulary` bounds its tokens."""
         self._vocabulary = vocabulary
-        self._draws.look()
+        if not self.mediators:
+            self._draws.look()
         self.mediators[request] = mediator
         mediator.request = request
         mediator.place = self._place
         mediator.caller = self.calls.call
-        if mediator.member is not None:
-            self._grouped[request] = mediator
+        if shares_something(mediator):
+            self._meeting[request] = mediator
 
     def remove(self, request: str) -> Mediator | None:
         """Forget a request; its block ends if it still runs."""
         mediator = self.mediators.pop(request, None)
-        self._grouped.pop(request, None)
+        self._meeting.pop(request, None)
         self._steps.pop(request, None)
         self.ended.discard(request)
         self._done.discard(request)

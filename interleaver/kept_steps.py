@@ -83,8 +83,10 @@ class _Kept:
     def put(self, number: int, tensors: Sequence[torch.Tensor]) -> None:
         """Keep a step."""
         for places, piece in self._pieces:
-            given = [tensors[place] for place in places]
-            piece.select(2, number).copy_(torch.stack(given) if len(given) > 1 else given[0][None])
+            if len(places) == 1:
+                self._at(number)[places[0]].copy_(tensors[places[0]])
+            else:
+                piece.select(2, number).copy_(torch.stack([tensors[place] for place in places]))
 
     def put_one(self, number: int, port: Port, value: object) -> bool:
         """Keep what passes at one port in a step; False if it is of another form than in the first one."""
@@ -97,15 +99,20 @@ class _Kept:
             tensors = [value[item] for item in items]
         else:
             return False
-        targets = self._targets.get(number)
-        if targets is None:
-            targets = self._targets[number] = [whole.select(1, number) for whole in self._whole]
+        targets = self._at(number)
         for place, tensor in zip(places, tensors, strict=True):
             target = targets[place]
             if not isinstance(tensor, torch.Tensor) or target.shape != tensor.shape or target.dtype is not tensor.dtype:
                 return False
             target.copy_(tensor)
         return True
+
+    def _at(self, number: int) -> list[torch.Tensor]:
+        """Where a step is kept."""
+        targets = self._targets.get(number)
+        if targets is None:
+            targets = self._targets[number] = [whole.select(1, number) for whole in self._whole]
+        return targets
 
     def views(
         self, port: Port, row: int, count: int, wants: frozenset[int] | None

@@ -37,6 +37,8 @@ copy_each = cast("Callable[..., None]", vars(torch)["_foreach_copy_"])
 
 
 def _clone_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    if len(tensors) == 1:
+        return [tensors[0].clone()]
     made = [*map(torch.empty_like, tensors)]
     copy_each(made, tensors)
     return made
