@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import blocks
 from bench import Bench, PerRound, generate, wake
-from measure import Curve, Figure, Measured, over
+from measure import Curve, Figure, Measured, between, over
 
 REQUESTS, LENGTH, TOKENS = 16, 8, 64
 ROUNDS = 6
@@ -112,10 +112,7 @@ def _ports(bench: Bench, tokens: int) -> Curve:
 
 
 def _beside(bench: Bench, tokens: int) -> tuple[Measured, Measured]:
-    """Runs per second of each scenario and of plain requests; and of plain eager ones, before and after each scenario.
-
-    A machine that others share is slower in some minutes than in others, by more than a trace costs.
-    """
+    """Runs per second of each scenario and of plain requests; and of plain eager ones before and after each."""
     _warm(bench, _functions(bench, 2, 2, INVOKES, compiled=True), ROUNDS)
     made = _functions(bench, REQUESTS, tokens, INVOKES, compiled=True, more=len(INVOKES))
     functions = {name: made[name] for name in ("plain", "plain eager")}
@@ -125,7 +122,7 @@ def _beside(bench: Bench, tokens: int) -> tuple[Measured, Measured]:
     before, beside = speeds["plain eager"], {}
     for name in INVOKES:
         after = speeds[f"plain eager, after {name}"]
-        beside[name] = [statistics.mean(pair) for pair in zip(before, after, strict=True)]
+        beside[name] = between(before, after)
         before = after
     return {name: speeds[name] for name in made}, beside
 

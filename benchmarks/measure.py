@@ -115,6 +115,14 @@ def over(values: list[float], base: list[float]) -> list[float]:
     return [value / other for value, other in zip(values, base, strict=True)]
 
 
+def between(before: list[float], after: list[float]) -> list[float]:
+    """Means of what was measured right before and right after something else.
+
+    A machine that others share is slower in some minutes than in others, by more than what is to be seen.
+    """
+    return [statistics.mean(pair) for pair in zip(before, after, strict=True)]
+
+
 def less(values: list[float], base: list[float]) -> list[float]:
     """Differences within rounds."""
     return [value - other for value, other in zip(values, base, strict=True)]

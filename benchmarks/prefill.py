@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 import blocks
 from bench import LAYERS, WIDTH, Bench, PerRound, generate, wake
-from measure import Figure, less, over
+from measure import Figure, between, less, over
 
 PROMPTS, LENGTH = 32, 128
+EVERYTHING = "30 layers, all tokens"
 
 CAPTURES: dict[str, tuple[blocks.Invoke, int, bool]] = {
     "one layer, last token": (blocks.last_of_one, 1, False),
     "one layer, all tokens": (blocks.whole_one, 1, True),
     "30 layers, last token": (blocks.last_of_all, LAYERS, False),
-    "30 layers, all tokens": (blocks.whole_all, LAYERS, True),
+    EVERYTHING: (blocks.whole_all, LAYERS, True),
 }
 """By name: the block, its layers, and whether it takes all tokens."""
 
@@ -25,7 +28,7 @@ CAPTURES: dict[str, tuple[blocks.Invoke, int, bool]] = {
 def prefill(bench: Bench) -> list[Figure]:
     """Throughput of prefill with captures over that without, and what the captures take in copies of their bytes."""
     count = bench.tokens(PROMPTS)
-    prompts = PerRound(lambda: bench.prompts(count, LENGTH), 1 + len(CAPTURES))
+    prompts = PerRound(lambda: bench.prompts(count, LENGTH), 1 + 2 * len(CAPTURES))
     for invoke, *_ in CAPTURES.values():  # to warm up
         bench.watch("to warm up", 0, 1)
         blocks.traced(bench.model, bench.prompts(2, LENGTH), 1, invoke)
@@ -46,32 +49,36 @@ def prefill(bench: Bench) -> list[Figure]:
         target.copy_(everything)
         return time.perf_counter() - began
 
-    runs = {name: (lambda invoke=invoke: traced(invoke)) for name, (invoke, *_) in CAPTURES.items()}
-    times = bench.alternate({"plain eager": plain, **runs, "memcpy": memcpy}, 3, warm=0)
-    base = times["plain eager"]
+    runs: dict[str, Callable[[], float]] = {"plain eager": plain}
+    for name, (invoke, *_) in CAPTURES.items():
+        runs |= {name: partial(traced, invoke), f"plain eager, after {name}": plain}
+    times = bench.alternate({**runs, "memcpy": memcpy}, 3, warm=0)
+    before, beside = times["plain eager"], {}
+    for name in CAPTURES:
+        after = times[f"plain eager, after {name}"]
+        beside[name], before = between(before, after), after
     figures = [
         _ratio(
             name,
-            over(base, times[name]),
-            statistics.median(base),
-            0.95 if name == "30 layers, all tokens" else None,
+            over(beside[name], times[name]),
+            statistics.median(beside[name]),
+            0.95 if name == EVERYTHING else None,
             count,
         )
         for name in CAPTURES
     ]
     size = everything.nbytes / 1e6
-    extra, copies = less(times["30 layers, all tokens"], base), times["memcpy"]
+    extra, copies = less(times[EVERYTHING], beside[EVERYTHING]), times["memcpy"]
     rate = (
         f"{size / statistics.median(extra):.0f} MB/s" if statistics.median(extra) > 0 else "faster than the rounds vary"
     )
     how = (
-        f"the time that `30 layers, all tokens` took longer than plain prefill, in copies (`Tensor.copy_`) of the "
+        f"the time that `{EVERYTHING}` took longer than plain prefill, in copies (`Tensor.copy_`) of the "
         f"{size:.0f} MB that it brings home: {rate}, where a copy does {size / statistics.median(copies):.0f} MB/s"
     )
     limits = (
-        "three passes over the data that are not the model's: from the batch into private copies (the residual of "
-        "each layer too, as `layer.output` is a pair), from there into shared memory, whose pages are new, and the "
-        "caller's first look"
+        "three passes over the data that are not the model's: from the batch into private copies, from there into "
+        "shared memory, whose pages are new, and the caller's first look"
     )
     return [*figures, Figure("prefill capture, all that it adds", "copies", over(extra, copies), None, how, limits)]
 
@@ -81,7 +88,8 @@ def _ratio(name: str, ratios: list[float], base: float, bar: float | None, count
     size = layers * count * (LENGTH if whole else 1) * WIDTH * 4 / 1e6
     how = (
         f"`LLM.generate` of {count} prompts of {LENGTH} tokens (and one more) on plain vLLM with `enforce_eager=True` "
-        f"({base:.1f} s) over a trace of as many invokes that saves `layer.output[0]`, until {size:.3g} MB are home"
+        f"({base:.1f} s), right before and right after it, over a trace of as many invokes that saves "
+        f"`layer.output[0]`, until {size:.3g} MB are home"
     )
     limits = "copying, and the first use of new pages" if whole else "one turn of each block for each layer"
     return Figure(f"prefill capture, {name}", "x", ratios, bar, how, limits, least=True)
