@@ -26,6 +26,8 @@ from support.fused_toy import WIDTH, Model
 
 Visit = Callable[[Mediator, int], Any]
 
+OVER = "what a block sees last"
+
 
 class Engine:
     """Decodes requests, as Runner V2 and `Serving` do with graphs, or module by module, as Runner V1 does."""
@@ -102,6 +104,8 @@ def body(visit: Visit, seen: list[Any]) -> Callable[[Mediator], dict[str, object
         step = 0
         while not step or mediator.advance(step):
             seen.append(visit(mediator, step))
+            if seen[-1] is OVER:
+                break
             step += 1
         return {}
 
@@ -295,6 +299,22 @@ def test_one_that_looks_at_more_of_a_tuple_is_run_again(more: str, graphs: bool)
     hub, failures = compare({"a": visit, "b": reads_items((FIRST, [1]))}, ["ab"] * 40, graphs)
     assert hub.kept > 10 and hub.strayed == 1
     assert isinstance(failures["a"], PreemptedError) and failures["b"] is None
+
+
+@pytest.mark.parametrize("then", ["over", "waits for the end"])
+@pytest.mark.parametrize("edit", [False, True], ids=["read", "edited"])
+def test_one_that_needs_no_more_steps_is_not_behind_when_the_batch_changes(then: str, edit: bool, graphs: bool) -> None:
+    def visit(mediator: Mediator, step: int) -> Any:
+        found: Any = mediator.read(PORTS[1], "output")
+        if edit:
+            found.mul_(2)
+        if then == "over":
+            return OVER
+        return [found, mediator.result()]
+
+    visits = {"a": visit, "b": reads(PORTS[0]), "c": reads(PORTS[2])}
+    hub, failures = compare(visits, [*["abc"] * 40, *["ab"] * 40, *["abc"] * 3], graphs)
+    assert hub.kept > 30 and set(failures.values()) == {None}
 
 
 def test_an_exception_is_the_blocks_own(graphs: bool) -> None:
