@@ -30,6 +30,7 @@ from .kept_steps import Passed, Steps, pick
 from .mediator import Mediator
 from .steady_mediator import SteadyMediator
 from .structure import map_tensors, tensors_of
+from .values import is_flat
 from .waits import EndWait
 
 if TYPE_CHECKING:
@@ -244,10 +245,7 @@ class LaggingHub(DeferringHub):
         """Whether these are tensors, or tuples of them, that have a row for each request."""
         values = [one.value for one in passed]
         rows = {tensor.shape[0] if tensor.ndim else 0 for value in values for tensor in tensors_of(value)}
-        plain = all(
-            isinstance(value, torch.Tensor) or (type(value) is tuple and len(tensors_of(value)) == len(value))
-            for value in values
-        )
+        plain = all(isinstance(value, torch.Tensor) or is_flat(value) for value in values)
         return plain and len(rows) == 1 and rows.pop() >= len(self._shares)
 
     def _keep_one(self, port: Port, value: object) -> None:

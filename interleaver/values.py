@@ -265,8 +265,7 @@ class Passing:
         """The shapes of a request's rows of each tensor."""
         if self._shapes is None:
             self._shapes = {}
-        length = window.length if window is not None else None
-        found = self._shapes.get(length)
+        found = self._shapes.get(length := window.length if window is not None else None)
         if found is None:
             found = self._shapes[length] = [self.shape(tensor, window) for tensor in tensors_of(self.value)]
         return found

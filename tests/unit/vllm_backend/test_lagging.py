@@ -217,6 +217,29 @@ def test_items_of_tuples_that_are_read_later(asked: list[tuple[Port, list[int]]]
     assert hub.kept > 20 and hub.strayed == 0 and set(failures.values()) == {None}
 
 
+class Packed(Model):
+    """One of its modules gives a list in a tuple."""
+
+    class Pack(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            return hidden + 1, [residual + 1]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pack = self.Pack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, (residual,) = self.pack(self.embed(x), super().forward(x))
+        found: torch.Tensor = hidden + residual
+        return found
+
+
+@pytest.mark.parametrize("items", [[], [0], [1], [0, 1]])
+def test_containers_in_a_tuple_stay(items: list[int], graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Model", Packed)
+    compare({"a": reads_items((out("pack"), items)), "b": reads(PORTS[4])}, ["ab"] * 40, graphs)
+
+
 @pytest.mark.parametrize("graphs", [False], ids=["as the ports fire"])
 def test_other_items_are_not_kept(graphs: bool) -> None:
     engine = Engine(late=True, graphs=graphs)
