@@ -160,8 +160,8 @@ class HeldItems(Held):
             changed = [item for item, (tensor, version) in self._own.items() if version_of(tensor) != version]
             if not changed:
                 return
-            shapes = self._passing.shapes(self._window)
-            if all(self._fits(self._own[item][0], shapes[item]) for item in changed):
+            value, window = cast("tuple[torch.Tensor, ...]", self._passing.value), self._window
+            if all(self._fits(self._own[item][0], self._passing.shape(value[item], window)) for item in changed):
                 self.changed = [self._own[item][0] if item in changed else None for item in range(len(self._items))]
                 return
         super().settle(bounds)

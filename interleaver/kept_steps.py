@@ -9,6 +9,7 @@ import torch
 
 from .structure import tensors_of
 from .torch_compat import clone_each, inference_mode
+from .values import is_flat
 
 if TYPE_CHECKING:
     from ..envoy.address import Port
@@ -92,7 +93,7 @@ class _Kept:
         """Keep what passes at one port in a step; False if it is of another form than in the first one."""
         places, several, items = self._parts[port]
         if items is None:
-            tensors: Sequence[object] = [value] if isinstance(value, torch.Tensor) else tensors_of(value)
+            tensors: Sequence[object] = value if is_flat(value) else [value]
             if several is isinstance(value, torch.Tensor) or len(tensors) != len(places):
                 return False
         elif type(value) is tuple and len(value) > items[-1]:

@@ -30,6 +30,7 @@ from .kept_steps import Passed, Steps, pick
 from .mediator import Mediator
 from .steady_mediator import SteadyMediator
 from .structure import map_tensors, tensors_of
+from .values import is_flat
 from .waits import EndWait
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class LaggingHub(DeferringHub):
         self._wanted: Mapping[Port, Sequence[int] | None] = {}  # the places of the items of a tuple; None for all
         self._blocks: list[tuple[SteadyMediator, int]] = []  # with their places in the batch
         self._behind: list[tuple[SteadyMediator, int]] = []  # those that have yet to go over `_last`
+        self._past: list[str] = []  # requests in the batch whose blocks need no more steps, but still to count them
         self._running: Steps | None = None
         self._last: Steps | None = None
         self._spare: Steps | None = None
@@ -203,18 +205,20 @@ class LaggingHub(DeferringHub):
 
     def _forget(self) -> None:
         self.armed = self.lagging = self._modules = False
-        self._wanted, self._blocks, self._behind = {}, [], []
+        self._wanted, self._blocks, self._behind, self._past = {}, [], [], []
         self._running = self._last = self._spare = None
         self._moment = 0
 
     def _look(self) -> None:
         """See whether the next step may be kept."""
         blocks: list[tuple[SteadyMediator, int]] = []
+        past: list[str] = []
         wants: dict[Port, frozenset[int] | None] = {}
         for request, mediator in self.mediators.items():
-            if mediator.done or isinstance(mediator.wait, EndWait):
-                continue
             share = self._shares.get(request)
+            if mediator.done or isinstance(mediator.wait, EndWait):
+                past += [request] if share is not None else []
+                continue
             if type(mediator) is not SteadyMediator or not mediator.ready or request in self.edited:
                 return
             if share is None or share.rows is None or share.last is None or share.rows.length > 1:
@@ -226,7 +230,7 @@ class LaggingHub(DeferringHub):
         wanted = {port: None if items is None else sorted(items) for port, items in wants.items()}
         modules = {port: items for port, items in wanted.items() if not port.of_step}
         if blocks and (self._can_keep(modules) if modules else self._graphs):
-            self._blocks, self._wanted, self._modules = blocks, wanted, bool(modules)
+            self._blocks, self._past, self._wanted, self._modules = blocks, past, wanted, bool(modules)
             self.armed = True
 
     def _can_keep(self, modules: Mapping[Port, Sequence[int] | None]) -> bool:
@@ -241,10 +245,7 @@ class LaggingHub(DeferringHub):
         """Whether these are tensors, or tuples of them, that have a row for each request."""
         values = [one.value for one in passed]
         rows = {tensor.shape[0] if tensor.ndim else 0 for value in values for tensor in tensors_of(value)}
-        plain = all(
-            isinstance(value, torch.Tensor) or (type(value) is tuple and len(tensors_of(value)) == len(value))
-            for value in values
-        )
+        plain = all(isinstance(value, torch.Tensor) or is_flat(value) for value in values)
         return plain and len(rows) == 1 and rows.pop() >= len(self._shares)
 
     def _keep_one(self, port: Port, value: object) -> None:
@@ -273,6 +274,7 @@ class LaggingHub(DeferringHub):
                 self._keep_picked(fired)
         if not fits:  # the model does not do as in the steps before
             blocks = self._blocks
+            self._count_past()
             self._forget()
             for mediator, _ in blocks:
                 if not mediator.done:
@@ -295,11 +297,17 @@ class LaggingHub(DeferringHub):
         assert steps is not None, "something is kept in each step"
         steps.count += 1
         self.kept += 1
+        self._count_past()
         if steps.count == steps.room:
             self._go_over(len(self._behind))
             self._last, self._running, self._spare = steps, self._spare or Steps(), None
             self._behind = [*self._blocks]
         self._go_over(-(-len(self._blocks) // steps.room))
+
+    def _count_past(self) -> None:
+        """A step that is kept is over for those whose blocks are not given it: they see whether one comes again."""
+        for request in self._past:
+            self._steps[request] = self._steps.get(request, -1) + 1
 
     def _go_over(self, most: int) -> None:
         """Some of the blocks that are behind have their turns."""

@@ -259,21 +259,21 @@ class Passing:
         self.port = port
         self.limit = limit
         self.fixed = fixed
-        self._shapes: dict[int, list[torch.Size]] | None = None
+        self._shapes: dict[int | None, list[torch.Size]] | None = None
 
     def shapes(self, window: Window | None) -> list[torch.Size]:
         """The shapes of a request's rows of each tensor."""
-        if window is None:
-            return [tensor.shape for tensor in tensors_of(self.value)]
         if self._shapes is None:
             self._shapes = {}
-        found = self._shapes.get(window.length)
+        found = self._shapes.get(length := window.length if window is not None else None)
         if found is None:
-            found = [self._of_rows(tensor, window) for tensor in tensors_of(self.value)]
-            self._shapes[window.length] = found
+            found = self._shapes[length] = [self.shape(tensor, window) for tensor in tensors_of(self.value)]
         return found
 
-    def _of_rows(self, tensor: torch.Tensor, window: Window) -> torch.Size:
+    def shape(self, tensor: torch.Tensor, window: Window | None) -> torch.Size:
+        """That of its rows of one tensor."""
+        if window is None:
+            return tensor.shape
         dim = row_dim(tensor, window, self.port)
         return torch.Size((*tensor.shape[:dim], window.length, *tensor.shape[dim + 1 :]))
 

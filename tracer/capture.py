@@ -286,12 +286,14 @@ def _site(
     if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef)):
         whole = Flow(owner)
         whole.walk(inner.body)
-        declared |= whole.own_global
+        # In the body around invokes, which runs as a function of its own, what it assigns is local (`Program`).
+        own_global = whole.own_global.difference(code.co_varnames, code.co_cellvars)
+        declared |= own_global
         count = code.co_argcount + code.co_kwonlyargcount
         count += bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)
         parameters = code.co_varnames[:count]
         mine = {*parameters, *whole.stores, *code.co_cellvars, *code.co_freevars}
-        local_names = frozenset(mine - whole.own_global)
+        local_names = frozenset(mine - own_global)
     elif isinstance(inner, ast.ClassDef):
         whole = Flow(inner.name)
         whole.walk(inner.body)

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..envoy.envoy import output_item
+from .saves import save_method
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -27,6 +30,9 @@ _MOST = 200
 _LAST_LINE = 2**30
 _LAST_REMEMBERED = 100_000
 _STOP = "__invivo_stop__"
+
+_STAND_INS = frozenset({output_item.__code__, save_method.__code__})
+"""What the body of a block calls where the user wrote something else (`program`)."""
 
 
 class FrameLine(msgspec.Struct, frozen=True, array_like=True):
@@ -66,11 +72,16 @@ def frame_lines(
         everywhere: drop them in other places, too.
 
     Returns:
-        The lines; all of them if none is of interest. Of very long tracebacks the middle is left out.
+        The lines; all of them if none is of interest. Of very long tracebacks the middle is left out, and so are
+        calls that stand for what the user wrote, with what they call of no interest.
     """
     entries: list[tuple[TracebackType, bool]] = []
+    in_stand_in = False
     while traceback is not None:
-        entries.append((traceback, keep(str(traceback.tb_frame.f_globals.get("__name__", "")))))
+        wanted = keep(str(traceback.tb_frame.f_globals.get("__name__", "")))
+        in_stand_in = (in_stand_in and not wanted) or traceback.tb_frame.f_code in _STAND_INS
+        if not in_stand_in:
+            entries.append((traceback, wanted))
         traceback = traceback.tb_next
     first = next((index for index, (_, wanted) in enumerate(entries) if wanted), 0)
     chosen = [entry for entry, wanted in entries[first:] if wanted or not everywhere]

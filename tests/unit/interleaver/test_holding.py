@@ -120,6 +120,10 @@ def test_rows_must_be_told_of_what_is_looked_at_only() -> None:
     assert torch.equal(one.item(0), value[0][2:])  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="cannot be told"):
         one.item(1)
+    one.item(0).mul_(-1)  # type: ignore[attr-defined]
+    one.settle()
+    after: Any = put_rows(value, [(one.changed or [], WINDOWS[1])], X)
+    assert torch.equal(after[0][2:], -value[0][2:]) and after[1] is value[1]
     with pytest.raises(UnsupportedError, match="cannot be told"):
         hold(value, WINDOWS, [1])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +103,35 @@ class Lora(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.base(x) + self.more(x)
         return out
+
+
+class Refusing:
+    """Has what a block looks at by other means than the rest: `.output[...]` and `.save()`."""
+
+    @property
+    def output(self) -> object:
+        raise KeyError("no output")
+
+    def save(self) -> None:
+        raise KeyError("no save")
+
+
+def test_errors_in_what_stands_for_the_users_words_show_these_alone(model: Any) -> None:
+    own, number = Refusing(), 3
+    with pytest.raises(IndexError) as first, model.trace(X):
+        model.last.output[7]
+    with pytest.raises(AttributeError) as second, model.trace(X):
+        number.output[0]  # type: ignore[attr-defined]
+    with pytest.raises(KeyError) as third, model.trace(X):
+        own.output[0]  # type: ignore[index]
+    with pytest.raises(KeyError) as fourth, model.trace(X):
+        own.save()
+    for caught, last in [(first, "model.last.output[7]"), (second, "number.output[0]")]:
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        assert (frames[-1].filename, (frames[-1].line or "").split("  #")[0]) == (__file__, last)
+    for caught, called, last in [(third, "own.output[0]", "output"), (fourth, "own.save()", "save")]:
+        frames = traceback.extract_tb(caught.value.__traceback__)
+        assert (frames[-2].line or "").startswith(called) and frames[-1].name == last
 
 
 def test_modules_that_are_replaced_are_met_in_the_next_trace() -> None:

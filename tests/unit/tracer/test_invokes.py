@@ -17,6 +17,7 @@ from invivo.envoy.errors import CaptureError, MisuseError, OutsideBlockError
 from invivo.envoy.tree import ModuleTree
 from invivo.tracer.backend import Reply
 from invivo.tracer.block import Payload
+from invivo.tracer.codec import decode
 from invivo.tracer.outer import OuterTrace
 from invivo.tracer.results import pack
 
@@ -281,3 +282,28 @@ def test_tracing_is_put_back() -> None:
     finally:
         sys.settrace(before)
     assert len(t.results) == 3
+
+
+def test_a_global_that_the_body_assigns_is_captured_as_it_is_then() -> None:
+    source = """
+def traced():
+    global number
+    with trace as t:
+        for _ in range(2):
+            number = number + 1
+            with t.invoke("a"):
+                (number,)
+        with t.invoke("a"):
+            number = number + 10
+        with t.invoke("a"):
+            (number,)
+number = 1
+traced()
+"""
+    trace = Outer()
+    scope = run(source, trace=trace)
+    scopes = [decode(one.values, one.tensors, envoy=str, tracer=None) for one in trace.backend.payloads]
+    values = [next((names["number"] for names in each.values() if "number" in names), None) for each in scopes]
+    assert values == [2, 3, 3, None]
+    assert trace.takes == [{}, {}, {}, {"number": 2}]
+    assert scope["number"] == 1

@@ -26,6 +26,8 @@ from support.fused_toy import WIDTH, Model
 
 Visit = Callable[[Mediator, int], Any]
 
+OVER = "what a block sees last"
+
 
 class Engine:
     """Decodes requests, as Runner V2 and `Serving` do with graphs, or module by module, as Runner V1 does."""
@@ -102,6 +104,8 @@ def body(visit: Visit, seen: list[Any]) -> Callable[[Mediator], dict[str, object
         step = 0
         while not step or mediator.advance(step):
             seen.append(visit(mediator, step))
+            if seen[-1] is OVER:
+                break
             step += 1
         return {}
 
@@ -213,6 +217,29 @@ def test_items_of_tuples_that_are_read_later(asked: list[tuple[Port, list[int]]]
     assert hub.kept > 20 and hub.strayed == 0 and set(failures.values()) == {None}
 
 
+class Packed(Model):
+    """One of its modules gives a list in a tuple."""
+
+    class Pack(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            return hidden + 1, [residual + 1]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pack = self.Pack()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, (residual,) = self.pack(self.embed(x), super().forward(x))
+        found: torch.Tensor = hidden + residual
+        return found
+
+
+@pytest.mark.parametrize("items", [[], [0], [1], [0, 1]])
+def test_containers_in_a_tuple_stay(items: list[int], graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "Model", Packed)
+    compare({"a": reads_items((out("pack"), items)), "b": reads(PORTS[4])}, ["ab"] * 40, graphs)
+
+
 @pytest.mark.parametrize("graphs", [False], ids=["as the ports fire"])
 def test_other_items_are_not_kept(graphs: bool) -> None:
     engine = Engine(late=True, graphs=graphs)
@@ -295,6 +322,22 @@ def test_one_that_looks_at_more_of_a_tuple_is_run_again(more: str, graphs: bool)
     hub, failures = compare({"a": visit, "b": reads_items((FIRST, [1]))}, ["ab"] * 40, graphs)
     assert hub.kept > 10 and hub.strayed == 1
     assert isinstance(failures["a"], PreemptedError) and failures["b"] is None
+
+
+@pytest.mark.parametrize("then", ["over", "waits for the end"])
+@pytest.mark.parametrize("edit", [False, True], ids=["read", "edited"])
+def test_one_that_needs_no_more_steps_is_not_behind_when_the_batch_changes(then: str, edit: bool, graphs: bool) -> None:
+    def visit(mediator: Mediator, step: int) -> Any:
+        found: Any = mediator.read(PORTS[1], "output")
+        if edit:
+            found.mul_(2)
+        if then == "over":
+            return OVER
+        return [found, mediator.result()]
+
+    visits = {"a": visit, "b": reads(PORTS[0]), "c": reads(PORTS[2])}
+    hub, failures = compare(visits, [*["abc"] * 40, *["ab"] * 40, *["abc"] * 3], graphs)
+    assert hub.kept > 30 and set(failures.values()) == {None}
 
 
 def test_an_exception_is_the_blocks_own(graphs: bool) -> None:
