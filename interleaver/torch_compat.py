@@ -63,9 +63,13 @@ autocast_on = torch._C._is_any_autocast_enabled
 """These four tell which of the modes are on that torch keeps on stacks."""
 
 
+innermost_transform = cast("Callable[[], object]", vars(torch._C)["_functorch"].peek_interpreter_stack)
+"""The transform of `torch.func` that runs, or None."""
+
+
 def modes_on() -> bool:
     """Whether anything stands between a call of torch and its kernels: modes, or transforms (`torch.func`)."""
-    return bool(function_modes() or dispatch_modes() or torch._C._functorch.peek_interpreter_stack() is not None)
+    return bool(function_modes() or dispatch_modes() or innermost_transform() is not None)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -199,10 +199,11 @@ class _TraceRules(_Scheduler):
         for request, told in news.get(TOLD, {}).items():
             (self._told_of_sharing if self._members.shares(request) else self._told)[request] = told
         self._transit.add(news.get(SAVES, {}))
+        own: dict[str, Any] = cast("Any", vars(self))
         if self._ended:  # only then: vLLM's call comes by here for each request in each engine step
-            self.__dict__["_update_request_with_output"] = self._update_ended
+            own["_update_request_with_output"] = self._update_ended
         clients: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
-        self.__dict__.pop("_update_request_with_output", None)
+        own.pop("_update_request_with_output", None)
         if len(self._transit):
             for client in clients.values():
                 self._transit.attach(client.outputs)
