@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import blocks
 from bench import Bench, PerRound, generate, wake
-from measure import Curve, Figure, Measured, between, over
+from measure import Curve, Figure, Measured, around, beside, over
 
 REQUESTS, LENGTH, TOKENS = 16, 8, 64
 ROUNDS = 6
@@ -65,7 +65,7 @@ INVOKES = {name: scenario.invoke for name, scenario in SCENARIOS.items()}
 def decode(bench: Bench) -> list[Figure]:
     """Throughput of 16 traces over that of plain vLLM, eager and compiled."""
     tokens = bench.tokens(TOKENS)
-    speeds, beside = _beside(bench, tokens)
+    speeds, eagerly = _with_neighbours(bench, tokens)
     per_step = {name: statistics.median([1 / speed for speed in values]) / tokens for name, values in speeds.items()}
     eager, compiled = (f"{per_step[name] * 1e3:.1f} ms a step" for name in ("plain eager", "plain"))
     how = (
@@ -74,7 +74,7 @@ def decode(bench: Bench) -> list[Figure]:
     )
     figures = []
     for name, scenario in SCENARIOS.items():
-        ratios = over(speeds[name], beside[name])
+        ratios = over(speeds[name], eagerly[name])
         against = how.format(f"vLLM with `enforce_eager=True` ({eager}), right before and right after it")
         figures.append(
             Figure(f"{name}, of plain eager", "x", ratios, scenario.bar, against, scenario.limits, least=True)
@@ -111,20 +111,13 @@ def _ports(bench: Bench, tokens: int) -> Curve:
     return Curve("read", "x", "ports read in each step", points, how)
 
 
-def _beside(bench: Bench, tokens: int) -> tuple[Measured, Measured]:
+def _with_neighbours(bench: Bench, tokens: int) -> tuple[Measured, Measured]:
     """Runs per second of each scenario and of plain requests; and of plain eager ones before and after each."""
     _warm(bench, _functions(bench, 2, 2, INVOKES, compiled=True), ROUNDS)
     made = _functions(bench, REQUESTS, tokens, INVOKES, compiled=True, more=len(INVOKES))
-    functions = {name: made[name] for name in ("plain", "plain eager")}
-    for name in INVOKES:
-        functions |= {name: made[name], f"plain eager, after {name}": made["plain eager"]}
-    speeds = bench.alternate(functions, ROUNDS, warm=0)
-    before, beside = speeds["plain eager"], {}
-    for name in INVOKES:
-        after = speeds[f"plain eager, after {name}"]
-        beside[name] = between(before, after)
-        before = after
-    return {name: speeds[name] for name in made}, beside
+    functions = around("plain eager", made["plain eager"], {name: made[name] for name in INVOKES})
+    speeds = bench.alternate({"plain": made["plain"], **functions}, ROUNDS, warm=0)
+    return {name: speeds[name] for name in made}, beside(speeds, "plain eager", INVOKES)
 
 
 def _warm(bench: Bench, functions: dict[str, Callable[[], float]], rounds: int) -> None:

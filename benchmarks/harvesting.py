@@ -12,7 +12,7 @@ import torch
 
 import invivo
 from bench import LAYERS, WIDTH, Bench, PerRound, generate, wake
-from measure import Figure, between, less, over
+from measure import Figure, around, beside, less, over
 
 PROMPTS, LENGTH = 32, 128
 PORTS = "sum(model.layers.*.output)"
@@ -55,9 +55,9 @@ def harvesting(bench: Bench) -> list[Figure]:
             os.close(file)
             return time.perf_counter() - began
 
-    functions = {"plain eager": plain, "harvest": harvest, "plain eager, after it": plain}
+    functions = around("plain eager", plain, {"harvest": harvest})
     times = bench.alternate({**functions, "memcpy": copy, "file": write}, 6)
-    eagerly = between(times["plain eager"], times["plain eager, after it"])
+    eagerly = beside(times, "plain eager", ["harvest"])["harvest"]
     slower = [max(pair) for pair in zip(times["memcpy"], times["file"], strict=True)]
     megabytes = size / 1e6
     how = (

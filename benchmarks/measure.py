@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -115,12 +115,28 @@ def over(values: list[float], base: list[float]) -> list[float]:
     return [value / other for value, other in zip(values, base, strict=True)]
 
 
-def between(before: list[float], after: list[float]) -> list[float]:
-    """Means of what was measured right before and right after something else.
+def around(
+    base: str, measure: Callable[[], float], others: Mapping[str, Callable[[], float]]
+) -> dict[str, Callable[[], float]]:
+    """Functions for `alternate`, in which `base` is measured before and after each of the others; see `beside`.
 
     A machine that others share is slower in some minutes than in others, by more than what is to be seen.
     """
-    return [statistics.mean(pair) for pair in zip(before, after, strict=True)]
+    functions = {base: measure}
+    for name, function in others.items():
+        functions |= {name: function, f"{base}, after {name}": measure}
+    return functions
+
+
+def beside(measured: Measured, base: str, names: Iterable[str]) -> Measured:
+    """Means of what `base` took right before and right after each of the others, in the order of `around`."""
+    means: Measured = {}
+    before = measured[base]
+    for name in names:
+        after = measured[f"{base}, after {name}"]
+        means[name] = [statistics.mean(pair) for pair in zip(before, after, strict=True)]
+        before = after
+    return means
 
 
 def less(values: list[float], base: list[float]) -> list[float]:

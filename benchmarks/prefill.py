@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 import blocks
 from bench import LAYERS, WIDTH, Bench, PerRound, generate, wake
-from measure import Figure, between, less, over
+from measure import Figure, around, beside, less, over
 
 PROMPTS, LENGTH = 32, 128
 EVERYTHING = "30 layers, all tokens"
@@ -49,26 +48,22 @@ def prefill(bench: Bench) -> list[Figure]:
         target.copy_(everything)
         return time.perf_counter() - began
 
-    runs: dict[str, Callable[[], float]] = {"plain eager": plain}
-    for name, (invoke, *_) in CAPTURES.items():
-        runs |= {name: partial(traced, invoke), f"plain eager, after {name}": plain}
+    captures = {name: partial(traced, invoke) for name, (invoke, *_) in CAPTURES.items()}
+    runs = around("plain eager", plain, captures)
     times = bench.alternate({**runs, "memcpy": memcpy}, 3, warm=0)
-    before, beside = times["plain eager"], {}
-    for name in CAPTURES:
-        after = times[f"plain eager, after {name}"]
-        beside[name], before = between(before, after), after
+    base = beside(times, "plain eager", CAPTURES)
     figures = [
         _ratio(
             name,
-            over(beside[name], times[name]),
-            statistics.median(beside[name]),
+            over(base[name], times[name]),
+            statistics.median(base[name]),
             0.95 if name == EVERYTHING else None,
             count,
         )
         for name in CAPTURES
     ]
     size = everything.nbytes / 1e6
-    extra, copies = less(times[EVERYTHING], beside[EVERYTHING]), times["memcpy"]
+    extra, copies = less(times[EVERYTHING], base[EVERYTHING]), times["memcpy"]
     rate = (
         f"{size / statistics.median(extra):.0f} MB/s" if statistics.median(extra) > 0 else "faster than the rounds vary"
     )

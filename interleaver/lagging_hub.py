@@ -45,9 +45,6 @@ _STRAYED = (
 )
 
 
-_NOTHING: frozenset[int] = frozenset()
-
-
 class LaggingHub(DeferringHub):
     """A hub whose blocks may have their turns some steps later.
 
@@ -225,7 +222,7 @@ class LaggingHub(DeferringHub):
                 return
             blocks.append((mediator, share.last.start))
             for port in mediator.trail:
-                mine, others = mediator.wants.get(port), wants.get(port, _NOTHING)
+                mine, others = mediator.wants.get(port), wants.get(port, frozenset())
                 wants[port] = None if mine is None or others is None else mine | others
         wanted = {port: None if items is None else sorted(items) for port, items in wants.items()}
         modules = {port: items for port, items in wanted.items() if not port.of_step}

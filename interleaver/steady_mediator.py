@@ -23,8 +23,6 @@ from .waits import EndWait, StepWait, Wait
 Column: TypeAlias = "Sequence[Any] | dict[int, Sequence[Any]]"
 """Copies of what passes at a port, one for each step; or those of some items of a tuple, by their places."""
 
-_NOTHING: frozenset[int] = frozenset()
-
 
 class _Kept(Held):
     """What the block holds of a port of a kept step: a copy that must stay as it is.
@@ -148,7 +146,7 @@ class SteadyMediator(Mediator):
         if held is self._copy:
             if self._copy.value is _ITEMS and index not in self._copy.items:
                 self._stray(port)
-        elif (wants := self.wants.get(port, _NOTHING)) is not None and index not in wants:
+        elif (wants := self.wants.get(port, frozenset())) is not None and index not in wants:
             self.wants[port] = wants | {index}
         return held.item(index)  # type: ignore[union-attr]
 

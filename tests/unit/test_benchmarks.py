@@ -21,7 +21,7 @@ from bench import Bench, PerRound
 from in_process import Chain
 from invivo import Local
 from invivo.tracer.outer import OuterTrace
-from measure import Curve, Figure, alternate, less, machine, over
+from measure import Curve, Figure, alternate, around, beside, less, machine, over
 from parts import PARTS, Part
 from payloads import Sink
 from worker import Worker
@@ -270,3 +270,18 @@ class TestPlot:
     def test_nothing_measured(self, tmp_path: Path) -> None:
         plot.draw(tmp_path / "none.svg", {})
         assert (tmp_path / "none.svg").stat().st_size > 0
+
+
+def test_each_is_compared_with_what_ran_before_and_after_it() -> None:
+    clock = iter(range(1, 100))
+    ran: list[str] = []
+
+    def measured(name: str) -> float:
+        ran.append(name)
+        return float(next(clock))
+
+    others = {name: lambda name=name: measured(name) for name in ("one", "two")}
+    times = alternate(around("base", lambda: measured("base"), others), rounds=2, warm=0)
+    assert ran == ["base", "one", "base", "two", "base", "base", "two", "base", "one", "base"]
+    assert times["one"] == [2.0, 9.0] and times["two"] == [4.0, 7.0]
+    assert beside(times, "base", others) == {"one": [2.0, 9.0], "two": [4.0, 7.0]}
