@@ -71,7 +71,7 @@ def single(bench: Bench) -> list[Figure]:
     longer = how.format("less", "on plain vLLM, compiled")
     same = how.format("over", "on the same engine, compiled")
     path = "finding, checking and pickling the block, compiling it in the worker, and bringing the reply home"
-    eagerly = f"{path}; and that its step is eager, while that of the plain request is compiled"
+    eagerly = f"{path}; and that its layers are compiled one by one, and not as one piece"
     return [
         Figure("plain request", "ms", times["plain"], None, "`LLM.generate` on plain vLLM, for comparison"),
         Figure("plain eager request", "ms", times["eager"], None, "the same with `enforce_eager=True`"),

@@ -32,6 +32,9 @@ class Hooks:
     Args:
         model: the model.
         fire: called with a port and what passes there; returns what to go on with, or None to leave it.
+
+    Attributes:
+        within: addresses of the modules that have others inside with hooks on them.
     """
 
     def __init__(self, model: torch.nn.Module, fire: Fire) -> None:
@@ -51,6 +54,7 @@ class Hooks:
         self._made: dict[Port, _Made] = {}
         self._needed: dict[Port, tuple[Port, ...]] = {}
         self._on: dict[Port, _Tables] = {}
+        self.within: set[str] = set()
         self._open: dict[str, int] = {}
 
     def __len__(self) -> int:
@@ -81,6 +85,7 @@ class Hooks:
             for table in tables:
                 table.pop(self, None)
         self._on.clear()
+        self.within.clear()
         self._open.clear()
         self._calls.clear()
 
@@ -120,6 +125,7 @@ class Hooks:
     def _put(self, port: Port) -> None:
         tables, hook = self._made.get(port) or self._make(port)
         self._on[port] = tables
+        self.within.add(_parent(port.address))
         for table in tables:
             table[self] = hook
 

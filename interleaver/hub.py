@@ -168,12 +168,10 @@ class Hub(Blocks):
         self._draws.see()
 
     def fire(self, port: Port, value: object) -> object:
-        """A port fires: give it to the blocks that wait for it.
+        """A port fires: give it to the blocks that wait for it. Nothing fires for modules that other threads run.
 
         Returns:
             What the model should go on with, or None if nobody changed it.
-
-        Other threads may use the same modules in the meantime; nothing fires for them.
         """
         place = self._place
         if self._aside:
@@ -384,6 +382,10 @@ class Hub(Blocks):
         elif isinstance(port, EndWait):
             self._done.add(mediator.request)
             self._meetings.see_end(mediator)
+
+    def meets_inside(self, address: str) -> bool:
+        """Whether blocks may meet what is inside of a module, or it is not the engine's step that runs it."""
+        return address in self._hooks.within or self.calls.inside or get_ident() != self._thread
 
     @property
     def _aside(self) -> bool:

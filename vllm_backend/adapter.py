@@ -6,14 +6,17 @@ has logits, and is over.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from ..interleaver.windows import Share
+
+if TYPE_CHECKING:
+    from .layers import Met
 
 
 class NewRequest(NamedTuple):
@@ -87,8 +90,16 @@ class RunnerAdapter(Protocol):
         places, and not a state that it has moved on."""
         ...
 
-    def eagerly(self) -> AbstractContextManager[None]:
-        """A context in which the forward runs module by module, however the model was compiled."""
+    def warm_up(self, forward: Callable[[], object]) -> None:
+        """Make ready for steps that run `eagerly`, with a forward of `compiled_kind.ROWS` rows of no request."""
+        ...
+
+    def eagerly(self, met: Met) -> AbstractContextManager[None]:
+        """A context in which the forward runs module by module, however the model was compiled.
+
+        Args:
+            met: whether a block may meet what is inside of the module at an address; where not, it can be one piece.
+        """
         ...
 
     def model(self) -> torch.nn.Module:

@@ -6,6 +6,7 @@ Import it only after `version.check_version` has passed. Sources are given as fi
 from __future__ import annotations
 
 from vllm import envs
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.config.kernel import IrOpPriorityConfig
 from vllm.distributed import (
@@ -96,6 +97,7 @@ __all__ = [
     "SchedulerOutput",
     "SchedulingPolicy",
     "SlidingWindowSpec",
+    "TorchCompileWithNoGuardsWrapper",
     "UniformTypeKVCacheSpecs",
     "VLLMValidationError",
     "VllmConfig",

@@ -6,7 +6,7 @@ module: vLLM's models look at `skip_compiled` of the forward context (`vllm/comp
 Layers for which vLLM has kernels of its own run in plain torch in an engine that compiles, since the compiler fuses
 them with what is around (`CustomOp` in `vllm/model_executor/custom_op.py`, and `vllm/ir`, whose operations have several
 implementations). Module by module that is slow: a fifth of a step of a small model. So in such a step they run the
-kernels that they would run in an eager engine.
+kernels that they would run in an eager engine. Whole layers in which nobody is met stay compiled, see `layers`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from .compat import (
     get_forward_context,
     set_current_vllm_config,
 )
+from .layers import Layers
 
 if TYPE_CHECKING:
     from .compat import IrOpPriorityConfig, VllmConfig
+    from .layers import Met
 
 _Forward = Callable[..., Any]
 
@@ -40,6 +42,9 @@ class EagerSteps:
     Args:
         model: the loaded model.
         config: its engine's.
+
+    Attributes:
+        layers: those that may stay compiled.
     """
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
@@ -51,16 +56,17 @@ class EagerSteps:
                 if isinstance(layer, CustomOp) and not layer.enabled() and f"-{_name(layer)}" not in unwanted
             ]
         self._operations = _operations(config)
+        self.layers = Layers(model, config)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """The forward in this context runs module by module."""
+    def step(self, met: Met) -> Iterator[None]:
+        """The forward in this context runs module by module, but for layers in which nothing is `met`."""
         context = get_forward_context()
         before, context.skip_compiled = context.skip_compiled, True
         for layer, _, kernel in self._kernels:
             vars(layer)["_forward_method"] = kernel  # a module's own way to set it takes a microsecond for each
         try:
-            with enable_torch_wrap(False), self._operations.set_priority():
+            with enable_torch_wrap(False), self._operations.set_priority(), self.layers.on(met):
                 yield
         finally:
             for layer, compiled, _ in self._kernels:

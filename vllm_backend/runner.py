@@ -6,7 +6,7 @@ samples from its logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from copy import copy
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from .compat import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
+    from .layers import Met
     from .serving import Serving
 
     class _Runner:
@@ -124,7 +125,7 @@ class Adapter:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._eager: EagerSteps | None = None
+        self._made: EagerSteps | None = None
 
     def model(self) -> torch.nn.Module:
         """See `RunnerAdapter`."""
@@ -168,8 +169,16 @@ class Adapter:
         """See `RunnerAdapter`."""
         return False
 
-    def eagerly(self) -> AbstractContextManager[None]:
+    def warm_up(self, forward: Callable[[], object]) -> None:
         """See `RunnerAdapter`."""
-        if self._eager is None:
-            self._eager = EagerSteps(self.model(), self._runner.vllm_config)
-        return self._eager.step()
+        self._eager.layers.compile(forward)
+
+    def eagerly(self, met: Met) -> AbstractContextManager[None]:
+        """See `RunnerAdapter`."""
+        return self._eager.step(met)
+
+    @property
+    def _eager(self) -> EagerSteps:
+        if self._made is None:
+            self._made = EagerSteps(self.model(), self._runner.vllm_config)
+        return self._made

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..interleaver.windows import Share, shares
+from .compiled_kind import ROWS
 from .runner import Adapter, TracedRunner
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         """The parts of `GPUModelRunner` that the mixin relies on, beside those of `TracedRunner`."""
 
         intermediate_tensors: Any
+        max_num_tokens: int
         vllm_config: Any
         device: Any
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
         def _determine_batch_execution_and_padding(self, num_tokens: int, *args: Any, **kwargs: Any) -> Any: ...
         def _model_forward(self, input_ids: Any = None, *args: Any, **kwargs: Any) -> Any: ...
         def _sample(self, logits: torch.Tensor | None, spec_decode_metadata: Any) -> SamplerOutput: ...
+        def _dummy_run(self, num_tokens: int) -> Any: ...
+        def warming_up_model(self) -> None: ...
 else:
     _Runner = object
 
@@ -38,6 +42,12 @@ class RunnerV1(TracedRunner, _Runner):
     """`TracedRunner` on Runner V1."""
 
     _completed = "_model_runner_output"
+
+    def warming_up_model(self) -> None:
+        """Compile the model, and its layers; only the CPU's runner is asked for this."""
+        super().warming_up_model()
+        if self.max_num_tokens >= ROWS:
+            self.serving.warm_up(partial(self._dummy_run, ROWS))
 
     def _hear(self, scheduler_output: SchedulerOutput, intermediate_tensors: Any = None) -> None:
         # vLLM makes it when it warms up, which an eager CPU engine does not.

@@ -91,6 +91,10 @@ class Serving:
         """Whether any traced request is known; if not, the runner does what it does without invivo."""
         return len(self._traces) > 0
 
+    def warm_up(self, forward: Callable[[], object]) -> None:
+        """The engine warms up; see `RunnerAdapter`."""
+        self._adapter.warm_up(forward)
+
     # --- an engine step
 
     def clean(self, scheduled: object) -> None:
@@ -155,8 +159,8 @@ class Serving:
         """
         self.pad(rows)
         if self.needs_modules:
-            with self._adapter.eagerly():
-                hub = self._ready()
+            hub = self._ready()
+            with self._adapter.eagerly(hub.meets_inside):
                 output = hub.run(forward) if again or hub.lagging else forward()
         else:
             output = forward()
@@ -182,7 +186,7 @@ class Serving:
             self.resume()
         if self._expected:
             self._ready().enter(self.take_expected())
-        return self._adapter.eagerly()
+        return self._adapter.eagerly(self._ready().meets_inside)
 
     def forward_done(self) -> None:
         """The forward is over."""
