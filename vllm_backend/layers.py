@@ -81,10 +81,8 @@ class Layers:
         for kind in self._kinds:
             kind.settle()
         _log.info("compiled %d layers by themselves in %.1f s", len(self), monotonic() - began)
-        for kind, why in self._failed.items():
-            _log.warning(
-                "%s is not compiled by itself, and runs module by module beside traces: %s", kind.__name__, why
-            )
+        for failed, why in self._failed.items():
+            _log.warning("%s runs module by module in steps that meet modules: %s", failed.__name__, why)
 
     @contextmanager
     def on(self, met: Met) -> Iterator[None]:

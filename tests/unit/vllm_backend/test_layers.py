@@ -180,7 +180,7 @@ def test_layers_that_the_compiler_does_not_take_stay_as_they_are(caplog: pytest.
     assert len(layers) == 2
     first, second = caplog.records
     assert "compiled 2 layers" in first.message
-    assert "Unfit is not compiled by itself" in second.message and second.levelno == logging.WARNING
+    assert "Unfit runs module by module" in second.message and second.levelno == logging.WARNING
     given = torch.randn(5, WIDTH)
     found, called = run(model, layers, given, lambda address: False)
     assert called == [1, 2]
