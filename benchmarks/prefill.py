@@ -50,7 +50,7 @@ def prefill(bench: Bench) -> list[Figure]:
 
     captures = {name: partial(traced, invoke) for name, (invoke, *_) in CAPTURES.items()}
     runs = around("plain eager", plain, captures)
-    times = bench.alternate({**runs, "memcpy": memcpy}, 3, warm=0)
+    times = bench.alternate({**runs, "memcpy": memcpy}, 5, warm=0)
     base = beside(times, "plain eager", CAPTURES)
     figures = [
         _ratio(
