@@ -65,13 +65,13 @@ class Worker:
     def cpu(self, payload: Payload | None, count: int) -> float:
         """Seconds of this thread for a step of the model, with the blocks of `count` requests on it."""
         names = [str(number) for number in range(count)]
-        for name in names if payload is not None else ():
-            launched = self._launch(payload)  # type: ignore[arg-type]
-            self.hub.add(name, launched.mediator, None)
         rows, starts = torch.ones(count, WIDTH), range(count + 1)
         lagging = self.hub if isinstance(self.hub, LaggingHub) else None
         untimed, timed = (1, STEPS) if lagging is None else (UNKEPT, KEPT)
         with torch.inference_mode():
+            for name in names if payload is not None else ():
+                launched = self._launch(payload)  # type: ignore[arg-type]  # in the engine's mode, as in an engine
+                self.hub.add(name, launched.mediator, None)
             for step in range(untimed + timed):
                 if step == untimed:
                     began = time.thread_time()
