@@ -20,6 +20,8 @@ from .tree import ModuleTree
 class Session(Protocol):
     """One running block."""
 
+    __slots__ = ()
+
     tree: ModuleTree
 
     def read(self, port: Port, part: str) -> object:

@@ -8,7 +8,6 @@ to look at them, too, as long as it is at the port.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -54,16 +53,16 @@ def hold_each(
         UnsupportedError: the rows cannot be told.
     """
     passing = Passing(value, port)
-    asks = {block.asks for block in blocks}
-    if supply is None and None not in asks and is_flat(value) and len(value) > 1:
-        items = Items(value, windows, port, cast("set[int]", asks))
-        return [HeldItems(items, place, window, passing) for place, window in enumerate(windows)]
+    if supply is None and is_flat(value) and len(value) > 1:
+        asks = {block.asks for block in blocks}
+        if None not in asks:
+            items = Items(value, windows, port, cast("set[int]", asks))
+            return [HeldItems(items, place, window, passing) for place, window in enumerate(windows)]
     made, versions = supply.copies(blocks, windows) if supply is not None else copies(value, windows, port)
     if port.kind == SAMPLES:
         each = [Passing(value, port, vocabulary, block.fixed_samples) for block in blocks]
-    else:
-        each = [passing] * len(blocks)
-    return [Held(*one) for one in zip(made, repeat(versions), windows, each, strict=False)]
+        return [Held(copy, versions, *rest) for copy, rest in zip(made, zip(windows, each, strict=True), strict=True)]
+    return [Held(copy, versions, window, passing) for copy, window in zip(made, windows, strict=True)]
 
 
 class Items:

@@ -18,25 +18,22 @@ import torch
 from ..envoy.address import Port
 from ..envoy.errors import InternalError, LimitError, UnsupportedError
 from ..envoy.tree import Learned, ModuleTree
-from .blocks import Blocks
 from .calls import Calls, ModuleCall
 from .generator import SEAT, Draws
 from .group import shares as shares_something
-from .holding import hold, hold_each
 from .hooks import Hooks
 from .mediator import Mediator
-from .meetings import Meetings
-from .place import Place
+from .port_turns import PortTurns
 from .recorder import Recorder
 from .supply import Supply
-from .values import Change, put_rows
-from .waits import BarrierWait, EndWait, StepWait
+from .values import put_rows
+from .waits import BarrierWait, StepWait
 from .windows import Share, due_rows
 
-_index, _rows, _last = attrgetter("index"), attrgetter("share.rows"), attrgetter("share.last")
+_index = attrgetter("index")
 
 
-class Hub(Blocks):
+class Hub(PortTurns):
     """The blocks that run on one model.
 
     Args:
@@ -61,13 +58,9 @@ class Hub(Blocks):
         self._draws = Draws(model)
         self._hooks = Hooks(model, self.fire)
         self.calls = Calls(self._hooks.module, call)
-        self._vocabulary: int | None = None
-        self._firing: list[Mediator] = []
-        self._meetings = Meetings(self._turn)
         self._shares: Mapping[str, Share] = {}
         self._steps: dict[str, int] = {}
         self._recorder: Recorder | None = None
-        self._place = Place()
         self.learned: Learned | None = None
 
     # --- requests
@@ -296,92 +289,6 @@ class Hub(Blocks):
             mediator.drop(error)
         self.ended.add(request)
         self._meetings.see_end(mediator)
-
-    def _serve(self, waiting: list[Mediator], port: Port, value: object) -> list[Change]:
-        """The turns of blocks at a port, and what they change there. More blocks may come meanwhile, from a barrier."""
-        if len(waiting) > 1 or port.of_step or self._place.supply is not None:
-            return self._serve_all(waiting, port, value)
-        mediator = waiting[0]  # one block at a port of a module, as it mostly is: the same with less around it
-        window = mediator.share.rows
-        try:
-            held = hold(value, window, port, mediator.asks)
-        except UnsupportedError:
-            return self._serve_all(waiting, port, value)
-        mediator.at_port(port, held)
-        self._went_on(mediator)
-        changes: list[Change] = []
-        if held.changed is not None and mediator.failure is None:
-            self.edited.add(mediator.request)
-            mediator.edited = True
-            changes.append((held.changed, window))
-        return changes if len(waiting) == 1 else changes + self._serve_all(waiting, port, value, 1)
-
-    def _serve_all(self, waiting: list[Mediator], port: Port, value: object, served: int = 0) -> list[Change]:
-        """As `_serve`, for any number of blocks at any port, of which the first `served` have had their turns."""
-        place, supply = self._place, self._place.supply
-        changes: list[Change] = []
-        number = place.number
-        window_of = _last if place.sampling else _rows
-        while batch := waiting[served:]:
-            served += len(batch)
-            windows = [*map(window_of, batch)]
-            try:
-                holding = hold_each(batch, windows, value, port, supply, self._vocabulary)
-            except UnsupportedError as error:
-                for mediator in batch:
-                    self._turn(mediator, partial(mediator.fail, error))
-                continue
-            for mediator, held, window in zip(batch, holding, windows, strict=True):
-                mediator.at_port(port, held)
-                if mediator.ran_on is not None:
-                    self._come_back(mediator, port, number)
-                self._went_on(mediator)
-                if held.changed is not None and mediator.failure is None:
-                    self.edited.add(mediator.request)
-                    mediator.edited = mediator.edited or not port.of_step
-                    changes.append((held.changed, window))
-        return changes
-
-    def _turn(self, mediator: Mediator, turn: Callable[[], None]) -> None:
-        """A block's turn, and what it waits for then."""
-        port, number = self._place.port, self._place.number
-        turn()
-        if mediator.ran_on is not None:
-            self._come_back(mediator, port, number)
-        self._went_on(mediator)
-
-    def _come_back(self, mediator: Mediator, port: Port | None, number: int) -> None:
-        """A block ran on in its turn. The others are at `port`."""
-        supply = self._place.supply
-        assert supply is not None, "there is nothing else to run on to"
-        self._place.move(port, number)
-        if supply.left(mediator):
-            self.edited.add(mediator.request)
-
-    def _went_on(self, mediator: Mediator) -> None:
-        """See what a block waits for now."""
-        port, place = mediator.wait, self._place
-        if type(port) is Port:
-            if port is place.port and place.firing:
-                self._firing.append(mediator)
-                return
-            waiting = self._waiting.get(port)
-            if waiting is not None:
-                waiting.append(mediator)
-            else:
-                self._waiting[port] = [mediator]
-                if not port.of_step:
-                    self._hooks.watch(port)
-        elif isinstance(port, BarrierWait):
-            mediator.apart = True
-            self._meetings.come(mediator, port)
-        elif mediator.done:
-            over = mediator.failure is not None or mediator.stopped
-            (self.ended if over else self._done).add(mediator.request)
-            self._meetings.see_end(mediator)
-        elif isinstance(port, EndWait):
-            self._done.add(mediator.request)
-            self._meetings.see_end(mediator)
 
     def meets_inside(self, address: str) -> bool:
         """Whether blocks may meet what is inside of a module, or it is not the engine's step that runs it."""

@@ -27,57 +27,23 @@ from ..envoy.errors import (
 )
 from ..envoy.tree import ModuleTree
 from ..tracer.naming import Saved, saved_by_name
-from ..tracer.tracer import Tracer
-from .bounds import Bounds
-from .group import Member
 from .guard import Guard, OverLimit, save_error
 from .limits import Limits
 from .memory import give_back
 from .meter import fitting, size_of
-from .modes import Turns
+from .modes import State, Turns, state
 from .padding import padded
-from .place import Place
-from .streamed import Streamed
+from .running import Running
 from .supply import Supply
 from .values import Held
 from .views import Part, view, with_part
 from .waits import WAITS, BarrierWait, CallWait, EndWait, StepWait, StopBlock, Wait
-from .windows import Share
 
 
-class Mediator(active.Session):
-    """A block and its place in the run of the model.
+class Mediator(Running):
+    """A block and its place in the run of the model."""
 
-    Attributes:
-        tracer: the object that the block knows as its tracer.
-        request: id of the request that it runs for.
-        share: that request's rows in the engine step that is running.
-        edited: it has changed what a module takes or gives, and so the keys and values of later layers.
-        wait: what it waits for; None before its first turn and after its last.
-        asks: at a port, the place of the only tensor of a tuple that it wants as yet; None if it wants all.
-        step: the generation step it is in.
-        port: the port it is at, as long as that one can be read and written.
-        held: what it holds of that port.
-        place: how far the model has come.
-        apart: a barrier has let it go on, maybe when its own step was over.
-        failure: the exception that ended it.
-        failed_at: the port that it was at then.
-        stopped: it called `stop`.
-        stopped_at: the line of that; 0 before.
-        scope: variables of the block at its end.
-        saved: what it saved, in order.
-        warnings: message and line of each warning.
-        partial_prompt: step 0 may be the end of the prompt only, where the rest of it was computed for another request.
-        fixed_samples: why the request's samples cannot be written; None if they can.
-        member: its place among the blocks of its trace; None if it is alone.
-        index: the number of that place; blocks at the same port have their turns in this order.
-        alone: it shares nothing with other blocks.
-        habits: the step in which it was last served from a `Supply`, and which of its ports it asked for, by number.
-        ran_on: the place in the supply of the port that it has come to without handing over, and what it holds there.
-        streamed: what it streamed in this step; None if nobody listens, and ``stream=True`` is an ordinary save.
-        left: its request has left the engine, so no further step comes.
-        bounds: of whole numbers that it may put at ports; None where they can hurt nobody else.
-    """
+    __slots__ = ("_body", "_ended", "_greenlet", "_guard", "_result", "_turns")
 
     def __init__(
         self,
@@ -86,38 +52,10 @@ class Mediator(active.Session):
         body: Callable[[Mediator], dict[str, object]],
         limits: Limits | None = None,
     ) -> None:
-        self.tree = tree
-        self.tracer = Tracer()
-        self.request = ""
-        self.share = Share(None, None, None)
-        self.edited = False
-        self.wait: Wait | None = None
-        self.asks: int | None = None
-        self.step = 0
-        self.port: Port | None = None
-        self.failure: BaseException | None = None
-        self.failed_at: Port | None = None
-        self.stopped = False
-        self.stopped_at = 0
-        self.scope: dict[str, object] = {}
-        self.saved: list[Saved] = []
-        self.warnings: list[tuple[str, int]] = []
-        self.partial_prompt = self.left = self.apart = False
-        self.fixed_samples: str | None = None
-        self.member: Member | None = None
-        self.index = 0
-        self.alone = True
-        self.habits: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self.ran_on: tuple[int, Held] | None = None
-        self.streamed: Streamed | None = None
-        self.line: Callable[[], int] = lambda: 0
-        self.place = Place()
-        self.bounds: Bounds | None = None
-        self.caller: Callable[[str, tuple[object, ...], dict[str, object]], object] | None = None
+        super().__init__(tree)
         self._turns = turns
         self._body = body
         self._guard = Guard(limits) if limits is not None and limits.any else None
-        self.held: Held | None = None
         self._ended = False
         self._result: object = None
         self._greenlet: greenlet.greenlet | None = greenlet.greenlet(partial(padded, self._run))
@@ -133,10 +71,13 @@ class Mediator(active.Session):
         """Its first turn, or the next one from a barrier on that all have come to."""
         self._turn(None)
 
-    def at_port(self, port: Port, held: Held) -> None:
-        """Its turn at the port that it waited for; `held` has its copy, and afterwards its edits."""
+    def at_port(self, port: Port, held: Held, now: State | None = None) -> None:
+        """Its turn at the port that it waited for; `held` has its copy, and afterwards its edits.
+
+        Whoever gives several blocks their turns looks at torch's state once (`now`).
+        """
         self.port, self.held = port, held
-        self._turn(None)
+        self._turn(None, None, now)
 
     def at_step(self, step: int) -> None:
         """Its turn at the beginning of the step that it waited for."""
@@ -213,11 +154,11 @@ class Mediator(active.Session):
             self.failure.__traceback__ = None
         self.failure, self.scope, self.saved = None, {}, []
 
-    def _turn(self, value: object, error: Exception | None = None) -> None:
+    def _turn(self, value: object, error: Exception | None = None, now: State | None = None) -> None:
         block, turns = self._greenlet, self._turns
         assert block is not None, "a block that has ended has no turns"
         self.wait = None
-        light = turns.light()
+        light = turns.light(now if now is not None else state())
         if not light:
             turns.begin()
         try:
@@ -225,7 +166,7 @@ class Mediator(active.Session):
                 given = self._guard.turn(block, value, error)
             else:
                 given = block.switch(value) if error is None else block.throw(error)
-            if type(given) in WAITS:
+            if type(given) is Port or type(given) in WAITS:
                 self.wait = given  # type: ignore[assignment]  # one of them
         finally:
             if not light:
@@ -396,5 +337,6 @@ class Mediator(active.Session):
         current = greenlet.getcurrent()
         if current is not self._greenlet:
             raise PortError(f"a port was asked for outside the block's own flow of control (in {current!r}).")
-        assert current.parent is not None
-        return current.parent.switch(wait)
+        back = current.parent
+        assert back is not None
+        return back.switch(wait)

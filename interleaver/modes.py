@@ -12,7 +12,7 @@ import io
 import random
 import sys
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -30,6 +30,14 @@ from .torch_compat import (
     leave_modes,
     set_grad_enabled,
 )
+
+State: TypeAlias = "tuple[bool, torch.dtype]"
+"""Gradient mode and default dtype, which also a block depends on that touches nothing of torch's state."""
+
+
+def state() -> State:
+    """What they are now."""
+    return grad_on(), default_dtype()
 
 
 class Turns:
@@ -60,9 +68,9 @@ class Turns:
         self._others = [_OTHERS[name](seed) for name in uses if name in _OTHERS]
         self._simple = not (self._draws or self.checked or self._others or self._printed is not None)
 
-    def light(self) -> bool:
+    def light(self, now: State) -> bool:
         """Whether the block touches nothing of the state, and what it depends on is as it was when the block came."""
-        return self._simple and self._grad is grad_on() and self._dtype is default_dtype()
+        return self._simple and self._grad is now[0] and self._dtype is now[1]
 
     def begin(self) -> None:
         """Put the engine's state aside and bring in the block's."""

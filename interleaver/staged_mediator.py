@@ -7,6 +7,7 @@ import torch
 from ..envoy.address import SAMPLES, Port, port_at
 from ..envoy.errors import PortError, UnsupportedError
 from .mediator import Mediator
+from .modes import State
 from .stages import CALL, Entry, Script
 from .structure import map_tensors
 from .values import Held, Passing
@@ -31,10 +32,10 @@ class StagedMediator(Mediator):
     _at: Entry | None = None
     """What was noted of the port that it is at."""
 
-    def at_port(self, port: Port, held: Held) -> None:
+    def at_port(self, port: Port, held: Held, now: State | None = None) -> None:
         """See `Mediator`."""
         self._at = self.script.note(port, held.value)
-        super().at_port(port, held)
+        super().at_port(port, held, now)
 
     def told(self, port: Port) -> None:
         """Its turn when it is told what a later stage has read at the port that it waits for."""

@@ -50,8 +50,8 @@ class Batch:
         self.hub = Hub(self.model)
         self.envoy: Any = RootEnvoy(self.hub.tree, "")
 
-    def add(self, request: str, body: Body) -> Mediator:
-        mediator = Mediator(self.hub.tree, Turns(0, None), lambda mediator: body(self.envoy, mediator))
+    def add(self, request: str, body: Body, turns: Turns | None = None) -> Mediator:
+        mediator = Mediator(self.hub.tree, turns or Turns(0, None), lambda mediator: body(self.envoy, mediator))
         self.hub.add(request, mediator, 10)
         return mediator
 
@@ -257,6 +257,63 @@ def test_gradients_dtype_and_random_state_are_the_blocks_own(batch: Batch) -> No
     one, two = (block.scope["draws"] for block in blocks)
     assert [x.tolist() for x in one] == [x.tolist() for x in two]  # type: ignore[attr-defined]
     assert one[1].dtype == torch.float64 and blocks[0].scope["grad"]  # type: ignore[index]
+
+
+def test_blocks_at_one_port_go_on_to_different_ones(batch: Batch) -> None:
+    rows = torch.randn(6, 3)
+    order: list[str] = []
+
+    def body(*ports: str) -> Body:
+        def run(envoy: Any, mediator: Mediator) -> dict[str, object]:
+            seen = {}
+            for port in ports:
+                module, _, kind = port.partition(".")
+                seen[port] = getattr(getattr(envoy, module), kind) if kind else getattr(envoy, port)
+                order.append(f"{mediator.request} {port}")
+            return {"seen": seen}
+
+        return run
+
+    both = body("first.output", "second.output")
+    one, *_, last = [
+        batch.add("a", both),
+        batch.add("b", both),
+        batch.add("c", body("first.output", "logits")),
+        batch.add("d", both),
+        batch.add("e", body("first.output")),
+        batch.add("f", both),
+    ]
+    out, _ = batch.step(rows, split(1, 1, 1, 1, 1, 1))
+    assert order == [
+        *(f"{request} first.output" for request in "abcdef"),
+        *(f"{request} second.output" for request in "abdf"),
+        "c logits",
+    ]
+    seen: Any = one.scope["seen"], last.scope["seen"]
+    assert torch.equal(seen[0]["second.output"], out[:1]) and torch.equal(seen[1]["second.output"], out[5:])
+
+
+def test_what_one_block_sets_is_not_there_in_the_turns_of_the_next(batch: Batch) -> None:
+    def sets(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        envoy.first.output.clone()
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float64)
+        return look(envoy.second.output)
+
+    def sees(envoy: Any, mediator: Mediator) -> dict[str, object]:
+        envoy.first.output.clone()
+        return look(envoy.second.output)
+
+    def look(_: object) -> dict[str, object]:
+        return {"grad": torch.is_grad_enabled(), "dtype": torch.get_default_dtype()}
+
+    with torch.no_grad():  # as in an engine
+        before = batch.add("a", sees, Turns(0, None, ()))
+        own = batch.add("b", sets)
+        after = batch.add("c", sees, Turns(0, None, ()))
+        batch.step(torch.randn(3, 3), split(1, 1, 1))
+    assert own.scope == {"grad": True, "dtype": torch.float64}
+    assert before.scope == after.scope == {"grad": False, "dtype": torch.float32}
 
 
 def test_integrity_names_what_is_left(batch: Batch) -> None:
