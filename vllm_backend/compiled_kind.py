@@ -12,6 +12,7 @@ the same in another layer. Functions that a layer holds are compared by their co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,9 @@ from torch._dynamo.guards import CheckFunctionManager
 
 ROWS = 23
 """Rows of the forward in which layers are traced. Layers have no size like this: such a dimension has the rows."""
+
+_OTHER_ROWS = (2, 3, 2**14)
+"""Guards must hold for these too: a layer that asks how many rows there are does not do the same for all."""
 
 
 class _Argument(NamedTuple):
@@ -41,7 +45,8 @@ class CompiledKind:
         run: what was compiled; called with the layer and its arguments.
 
     Raises:
-        ValueError: its arguments are not all contiguous tensors, or None, or none has rows.
+        ValueError: its arguments are not all contiguous tensors, or None, or none has rows; or what it does depends
+            on their number.
         Exception: whatever the compiler raises.
     """
 
@@ -68,6 +73,11 @@ class CompiledKind:
                 options={**options, "guard_filter_fn": self._keep},
             )
             self._traced: Any = compiled.aot_compile((args, kwargs))
+        for rows in _OTHER_ROWS:
+            others = [*map(partial(_like, rows), values, self._arguments)]
+            given = dict(zip(self._names, others[len(args) :], strict=True))
+            if not self._traced.guard_check(layer, *others[: len(args)], **given):
+                raise ValueError("it does something else for other numbers of rows")
         self.run: Callable[..., Any] = self._traced.fn
 
     def holds_for(self, layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -133,6 +143,15 @@ def _argument(value: object) -> _Argument | None:
     if type(value) is not torch.Tensor or not value.is_contiguous():
         raise ValueError(f"a layer is given {type(value).__name__}, not a contiguous tensor")
     return _Argument(value.dtype, tuple(None if size == ROWS else size for size in value.shape))
+
+
+def _like(rows: int, value: Any, argument: _Argument | None) -> object:
+    """A tensor of any values in the place of an argument, with another number of rows."""
+    if argument is None:
+        return None
+    with torch.inference_mode(value.is_inference()):
+        sizes = [rows if size is None else size for size in argument.sizes]
+        return torch.empty(sizes, dtype=argument.dtype, device=value.device)
 
 
 def _tells(arguments: Sequence[_Argument | None]) -> tuple[int, int]:

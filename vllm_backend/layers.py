@@ -82,7 +82,7 @@ class Layers:
             kind.settle()
         _log.info("compiled %d layers by themselves in %.1f s", len(self), monotonic() - began)
         for failed, why in self._failed.items():
-            _log.warning("%s runs module by module in steps that meet modules: %s", failed.__name__, why)
+            _log.warning("%s runs module by module in steps that meet modules: %r", failed.__name__, why)
 
     @contextmanager
     def on(self, met: Met) -> Iterator[None]:

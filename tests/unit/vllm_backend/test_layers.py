@@ -47,6 +47,22 @@ class Unfit(Layer):
         return super().forward(positions, hidden, residual)
 
 
+class More(Layer):
+    """It does something else for more rows than it is traced with."""
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        hidden = hidden * 2 if hidden.shape[0] > ROWS + 7 else hidden * 3
+        return Layer.forward(self, positions, hidden, residual)
+
+
+class Odd(Layer):
+    """It does something else for an even number of rows."""
+
+    def forward(self, positions: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        hidden = hidden * 2 if hidden.shape[0] % 2 else hidden * 3
+        return Layer.forward(self, positions, hidden, residual)
+
+
 class Model(TorchCompileWithNoGuardsWrapper, torch.nn.Module):  # type: ignore[misc]
     """What vLLM compiles, as far as `Layers` looks at it."""
 
@@ -185,6 +201,16 @@ def test_layers_that_the_compiler_does_not_take_stay_as_they_are(caplog: pytest.
     found, called = run(model, layers, given, lambda address: False)
     assert called == [1, 2]
     torch.testing.assert_close(found, model.forward(5, given))
+
+
+@pytest.mark.parametrize("kind", [More, Odd])
+def test_layers_that_ask_for_the_number_of_rows_stay_as_they_are(kind: type[Layer]) -> None:
+    model, layers = compiled(kind(), Layer(), kind())
+    for rows in (2, ROWS, 40):
+        given = torch.randn(rows, WIDTH)
+        found, called = run(model, layers, given, lambda address: False)
+        assert called == [0, 2]
+        torch.testing.assert_close(found, model.forward(rows, given))
 
 
 def test_a_failing_forward_leaves_the_model_as_it_was() -> None:
