@@ -25,7 +25,7 @@ _STARTED = time.time()
 _FUTURE = 0
 for _name in __future__.all_feature_names:
     _FUTURE |= getattr(__future__, _name).compiler_flag
-_LEFT_OUT = frozenset({*dis.hasjrel, *dis.hasjabs, dis.opmap["EXTENDED_ARG"], dis.opmap["NOP"]})
+_LEFT_OUT = frozenset({*dis.hasjrel, *dis.hasjabs, *(dis.opmap[name] for name in ("EXTENDED_ARG", "NOP", "PUSH_NULL"))})
 
 
 def edited_since_start(filename: str) -> bool:
@@ -93,6 +93,10 @@ def _facts(code: CodeType, body: tuple[_Place, _Place], asserts: list[tuple[_Pla
         if inside:
             # What is known of a variable outside of the body decides between the variants of an instruction.
             name, value = instruction.opname.replace("_CHECK", "").replace("_BORROW", ""), instruction.argval
+            if (
+                name == "LOAD_METHOD"
+            ):  # an attribute of what is no module to the compiler: the file's import is elsewhere
+                name = "LOAD_ATTR"
             if name == "KW_NAMES":  # `dis` of 3.11 does not know them
                 value = code.co_consts[instruction.arg or 0]
             yield name, tuple(position), _comparable(value)

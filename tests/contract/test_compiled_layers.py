@@ -88,6 +88,7 @@ def _case(request: pytest.FixtureRequest) -> Iterator[Case]:
 @pytest.fixture
 def case(_case: Case) -> Iterator[Case]:
     _case.ran.clear()
+    _runner(_case.model).serving.hub._asked.clear()  # what a test before asked for is looked out for, for a while
     yield _case
     _case.model.check_integrity()
 

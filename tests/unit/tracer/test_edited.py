@@ -9,12 +9,13 @@ import os
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 import pytest
 from _pytest.assertion.rewrite import rewrite_asserts
 
 from invivo.envoy.errors import CaptureError
+from invivo.tracer.edited import same_body
 from support.toy_trace import ToyTrace
 
 SOURCE = """\
@@ -115,6 +116,18 @@ def test_what_is_no_edit_of_the_body(old: str, new: str, loader: type[SourceFile
 def test_code_that_its_importer_has_rewritten_is_not_compared(path: Path) -> None:
     job = load(path, Rewriting)
     assert job.phase(X)[0] == 2
+
+
+def test_code_that_was_compiled_without_the_imports_of_its_file_is_the_same() -> None:
+    """As what is around invokes is. Python 3.11 has instructions of its own for functions of imported modules."""
+    text = "import math\ndef run(t):\n    with t:\n        math.sin(2)\n"
+    compiled = compile(text.replace("import math", "pass"), "job.py", "exec")
+    code = next(value for value in compiled.co_consts if isinstance(value, CodeType))
+    (tree,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.With))
+    lines = tuple(text.splitlines(keepends=True))
+    assert same_body(lines, tree, 0, code, SourceFileLoader("job", "job.py"))
+    edited = tuple(text.replace("sin", "cos").splitlines(keepends=True))
+    assert not same_body(edited, tree, 0, code, SourceFileLoader("job", "job.py"))
 
 
 def test_a_file_that_is_older_than_the_process_is_not_compared(path: Path) -> None:
