@@ -11,15 +11,15 @@ costs no write.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import count
-from typing import Any, NamedTuple, TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 
 from ..envoy.address import Port
 from ..envoy.errors import UnsupportedError, WriteError
 from .bounds import Bounds
+from .cuts import CUTS
 from .fit import check_fit, describe, named
 from .structure import can_change, map_tensors, noted_in, own, tensors_of
 from .torch_compat import clone_each, inference_mode, inference_on, split_with_sizes_copy, version_of
@@ -131,7 +131,7 @@ def _view(tensor: torch.Tensor, window: Window | None, where: Port) -> torch.Ten
 
 def pieces(tensor: torch.Tensor, windows: Sequence[Window | None], where: Port) -> Sequence[torch.Tensor]:
     """Copies of several runs of rows: in one call where they are most of the tensor."""
-    cut = _cut(tuple(windows))
+    cut = CUTS.at(windows)
     if cut is None or tensor.requires_grad:
         return [_piece(tensor, window, where) for window in windows]
     if tensor.is_cuda:
@@ -153,47 +153,11 @@ def _columns(
 
 def _views(tensor: torch.Tensor, windows: Sequence[Window | None], where: Port) -> list[torch.Tensor]:
     """Several runs of rows. On a GPU, copying these costs less than `split_with_sizes_copy`: one kernel, not many."""
-    cut = _cut(tuple(windows))
+    cut = CUTS.at(windows)
     if cut is None or tensor.requires_grad:
         return [_view(tensor, window, where) for window in windows]
     views = tensor.split_with_sizes(cut.sizes, row_dim(tensor, cut.window, where))
     return [*views] if cut.in_order else [views[place] for place in cut.places]
-
-
-class _Cut(NamedTuple):
-    """A tensor's rows in pieces.
-
-    Attributes:
-        sizes: of the pieces.
-        places: which of them are those of the requests.
-        in_order: these are all, one after the other.
-        window: the first of the requests' rows.
-    """
-
-    sizes: list[int]
-    places: list[int]
-    in_order: bool
-    window: Window
-
-
-@lru_cache(maxsize=256)
-def _cut(windows: tuple[Window | None, ...]) -> _Cut | None:
-    """The rows cut at the windows; None where most rows are between the windows, so that copying all is a waste."""
-    taken = sorted((window, index) for index, window in enumerate(windows) if window is not None)
-    if len(taken) < len(windows) or taken[0][0].total > 2 * sum(window.length for window, _ in taken):
-        return None
-    sizes: list[int] = []
-    places = [0] * len(windows)
-    end = 0
-    for window, index in taken:
-        if window.start > end:
-            sizes.append(window.start - end)
-        places[index] = len(sizes)
-        sizes.append(window.length)
-        end = window.start + window.length
-    if taken[0][0].total > end:
-        sizes.append(taken[0][0].total - end)
-    return _Cut(sizes, places, places == [*range(len(sizes))], taken[0][0])
 
 
 Change = tuple["list[torch.Tensor | None]", "Window | None"]
@@ -225,7 +189,7 @@ def _put(tensor: torch.Tensor, changed: list[tuple[torch.Tensor, Window | None]]
     if window is None or first.shape == tensor.shape:
         return _like(first, tensor)
     dim = row_dim(tensor, window, where)
-    cut = _cut(tuple(rows for _, rows in changed)) if others and tensor.is_contiguous() else None
+    cut = CUTS.at([rows for _, rows in changed]) if others and tensor.is_contiguous() else None
     if cut is not None:
         pieces = [*tensor.split_with_sizes(cut.sizes, dim)]
         for (new, _), place in zip(changed, cut.places, strict=True):

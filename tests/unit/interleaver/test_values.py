@@ -10,9 +10,10 @@ import torch
 
 from invivo.envoy.address import OUTPUT, port_at
 from invivo.envoy.errors import UnsupportedError, WriteError
+from invivo.interleaver.cuts import CUTS
 from invivo.interleaver.fit import describe
 from invivo.interleaver.structure import map_tensors, tensors_of
-from invivo.interleaver.values import Held, Passing, _cut, copies, copy_of, put_rows
+from invivo.interleaver.values import Held, Passing, copies, copy_of, put_rows
 from invivo.interleaver.windows import Window
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  (what models return)
@@ -127,7 +128,7 @@ def test_one_request_gets_the_same_by_itself(form: str, window: Window | None) -
 @pytest.mark.parametrize("form", ["tensor", "tuple", "behind a leading one", "transposed", "in a list"])
 def test_several_requests_get_copies_of_their_own_rows(form: str, windows: list[Window], at_once: bool) -> None:
     total = windows[0].total
-    assert (_cut(tuple(windows)) is not None) == at_once
+    assert (CUTS.at(windows) is not None) == at_once
     with torch.inference_mode():
         plain = numbers(total, 3)
         value: object = {
