@@ -61,7 +61,7 @@ def hold_each(
     made, versions = supply.copies(blocks, windows) if supply is not None else copies(value, windows, port)
     if port.kind == SAMPLES:
         each = [Passing(value, port, vocabulary, block.fixed_samples) for block in blocks]
-        return [Held(copy, versions, *rest) for copy, rest in zip(made, zip(windows, each, strict=True), strict=True)]
+        return [Held(copy, versions, window, one) for copy, window, one in zip(made, windows, each, strict=True)]
     return [Held(copy, versions, window, passing) for copy, window in zip(made, windows, strict=True)]
 
 

@@ -91,11 +91,10 @@ def _facts(code: CodeType, body: tuple[_Place, _Place], asserts: list[tuple[_Pla
             place = position.lineno, position.col_offset
             inside = body[0] <= place < body[1] and not any(begin <= place < end for begin, end in asserts)
         if inside:
-            # What is known of a variable outside of the body decides between the variants of an instruction.
+            # What is known of a variable outside of the body, such as that it is a module which the file imports,
+            # decides between the variants of an instruction.
             name, value = instruction.opname.replace("_CHECK", "").replace("_BORROW", ""), instruction.argval
-            if (
-                name == "LOAD_METHOD"
-            ):  # an attribute of what is no module to the compiler: the file's import is elsewhere
+            if name == "LOAD_METHOD":
                 name = "LOAD_ATTR"
             if name == "KW_NAMES":  # `dis` of 3.11 does not know them
                 value = code.co_consts[instruction.arg or 0]

@@ -42,13 +42,7 @@ class Layers:
     """
 
     def __init__(self, model: torch.nn.Module, config: VllmConfig) -> None:
-        self._options: dict[str, Any] = dict(config.compilation_config.inductor_compile_config)
-        self._models: list[Any] = [
-            module
-            for module in model.modules()
-            if isinstance(module, TorchCompileWithNoGuardsWrapper) and not module.do_not_compile
-        ]
-        self._found = layers_of(model, self._models) if config.compilation_config.backend == "inductor" else {}
+        self._model, self._settings = model, config.compilation_config
         self._kinds: list[CompiledKind] = []
         self._failed: dict[type[torch.nn.Module], Exception] = {}
         self._on: list[tuple[dict[str, Any], _Forward]] = []
@@ -64,19 +58,24 @@ class Layers:
         Args:
             forward: runs the model on `compiled_kind.ROWS` rows.
         """
-        if not self._found:
-            return
         began = monotonic()
-        for model in self._models:
+        compiled: list[Any] = [
+            module
+            for module in self._model.modules()
+            if isinstance(module, TorchCompileWithNoGuardsWrapper) and not module.do_not_compile
+        ]
+        if self._settings.backend != "inductor" or not (found := layers_of(self._model, compiled)):
+            return
+        for model in compiled:
             model.do_not_compile = True
-        for address, layer in self._found.items():
+        for address, layer in found.items():
             vars(layer)["forward"] = self._first(address, layer)
         try:
             forward()
         finally:
-            for layer in self._found.values():
+            for layer in found.values():
                 vars(layer).pop("forward", None)
-            for model in self._models:
+            for model in compiled:
                 model.do_not_compile = False
         for kind in self._kinds:
             kind.settle()
@@ -121,7 +120,7 @@ class Layers:
                 return kind
         if len(self._kinds) == _MOST_KINDS:
             raise ValueError(f"there are {_MOST_KINDS} other kinds of layers already")
-        self._kinds.append(CompiledKind(layer, args, kwargs, self._options))
+        self._kinds.append(CompiledKind(layer, args, kwargs, self._settings.inductor_compile_config))
         return self._kinds[-1]
 
     def _later(self, address: str, layer: torch.nn.Module, kind: CompiledKind) -> _Forward:

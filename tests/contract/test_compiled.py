@@ -18,7 +18,7 @@ from invivo.envoy.errors import PortPassedError
 from invivo.vllm_backend.eager import EagerSteps
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
-from support.contract import TINY_ENGINE, same, stream, tokens
+from support.contract import TINY_ENGINE, runner_of, same, stream, tokens
 from support.reference import Edit, Reference, Trace
 
 pytestmark = pytest.mark.engine
@@ -43,7 +43,7 @@ def _engine() -> Iterator[Engine]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         with VLLM(str(path), **TINY_ENGINE) as model:
             engine = Engine(model, Reference(path).run(PROMPT, STEPS))
-            runner = _runner(model)
+            runner = runner_of(model)
             forward = runner.model.model.forward  # vLLM's own models call it in a step that is not compiled
 
             def watched(*args: Any, **kwargs: Any) -> Any:
@@ -64,10 +64,6 @@ def engine(_engine: Engine) -> Iterator[Engine]:
     _engine.compiled.clear()
     yield _engine
     _engine.model.check_integrity()
-
-
-def _runner(model: VLLM) -> Any:
-    return model.engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 def _plain(model: VLLM) -> list[int]:
@@ -150,7 +146,7 @@ def test_ports_that_are_only_read_are_served_behind_the_forward_until_one_is_edi
     model, half = engine.model, STEPS // 2
     edit = Edit("model.layers.1.mlp", "output", half, lambda rows: rows * 0)
     expected = [engine.plain, Reference(tiny_checkpoint("llama", tokenizer=smollm2_path())).run(PROMPT, STEPS, [edit])]
-    hub = _runner(model).serving.hub
+    hub = runner_of(model).serving.hub
     before = hub.deferred, hub.repeated
     with model.trace(max_tokens=STEPS, temperature=0, ignore_eos=True) as tracer:
         reads: list[Any] = []
@@ -178,7 +174,7 @@ def test_blocks_that_only_read_have_several_steps_in_one_turn(engine: Engine) ->
     """Two requests with their own prompts, for more steps than are kept at once."""
     model, prompts, count = engine.model, (PROMPT, PROMPT[:3]), 40
     reference = Reference(tiny_checkpoint("llama", tokenizer=smollm2_path()))
-    hub = _runner(model).serving.hub
+    hub = runner_of(model).serving.hub
     before = hub.kept, hub.strayed
     with model.trace(max_tokens=count, temperature=0, ignore_eos=True) as tracer:
         with tracer.invoke(prompts[0]):
@@ -210,7 +206,7 @@ def test_another_model_beside_it_leaves_the_engine_alone(engine: Engine) -> None
 
 
 def test_layers_run_the_kernels_of_an_eager_engine_in_an_eager_step_only(engine: Engine) -> None:
-    runner = _runner(engine.model)
+    runner = runner_of(engine.model)
     norm = runner.model.model.norm
     steps = EagerSteps(runner.model, runner.vllm_config)
     assert cast(Any, norm._forward_method).__name__ == "forward_native"

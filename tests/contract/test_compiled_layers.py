@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from invivo import VLLM, save
+from invivo.vllm_backend.layers import layers_of
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
 from support.compare import add, errors, find, tensors, vector
-from support.contract import TINY_ENGINE, stream
+from support.contract import TINY_ENGINE, runner_of, stream
 from support.mapping import FAMILIES, readings
 from support.reference import Edit, Reference, Trace
 
@@ -41,7 +42,7 @@ class Case:
     ran: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        modules = dict(_runner(self.model).model.named_modules())
+        modules = dict(runner_of(self.model).model.named_modules())
         for address in self.layers:
             first = next(child for child in modules[address].children() if not isinstance(child, torch.nn.ModuleList))
             first.forward = self._counting(address, first.forward)
@@ -55,10 +56,6 @@ class Case:
 
     def layer(self, number: int) -> Any:
         return find(self.model, self.layers[number])
-
-
-def _runner(model: VLLM) -> Any:
-    return model.engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
 _SLOW = ("qwen2", "qwen3")
@@ -77,8 +74,9 @@ def _case(request: pytest.FixtureRequest) -> Iterator[Case]:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         with VLLM(str(path), **TINY_ENGINE) as model:
             model.dispatch()
-            layers = _runner(model).serving._adapter._eager.layers
-            case = Case(family, model, reference, reference.run(PROMPT, STEPS), list(layers._found))
+            layers = runner_of(model).serving._adapter._eager.layers
+            loaded = runner_of(model).get_model()
+            case = Case(family, model, reference, reference.run(PROMPT, STEPS), [*layers_of(loaded, [loaded])])
             assert len(layers) == len(case.layers) == 3, layers._failed
             with model.trace(PROMPT, max_tokens=1):  # after this one, the order of the modules is known
                 case.layer(0).output
@@ -88,7 +86,7 @@ def _case(request: pytest.FixtureRequest) -> Iterator[Case]:
 @pytest.fixture
 def case(_case: Case) -> Iterator[Case]:
     _case.ran.clear()
-    _runner(_case.model).serving.hub._asked.clear()  # what a test before asked for is looked out for, for a while
+    runner_of(_case.model).serving.hub._asked.clear()  # what a test before asked for is looked out for, for a while
     yield _case
     _case.model.check_integrity()
 
@@ -183,7 +181,7 @@ def test_a_batch_of_one_row_runs_compiled(case: Case) -> None:
 
 def test_a_block_that_runs_a_part_of_a_layer_has_it_run_as_ever(case: Case) -> None:
     model = case.model
-    layer = _runner(model).model.get_submodule(case.layers[2])
+    layer = runner_of(model).model.get_submodule(case.layers[2])
     name = next(name for name, _ in layer.named_children() if "norm" in name or "ln" in name)
     with model.trace(PROMPT, max_tokens=1, temperature=0):
         rows = stream(case.layer(1))

@@ -16,7 +16,7 @@ from invivo import VLLM, MemoryLimitError, save
 from invivo.vllm_backend.graphs import Graphs
 from smollm2 import smollm2_path
 from support.checkpoints import tiny_checkpoint
-from support.contract import TINY_ENGINE
+from support.contract import TINY_ENGINE, runner_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.gpu]
 
@@ -52,11 +52,6 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return seen
 
 
-def runner(model: VLLM) -> Any:
-    core: Any = model.engine.llm_engine.engine_core
-    return core.engine_core.model_executor.driver_worker.worker.model_runner
-
-
 def plain(model: VLLM, prompts: list[list[int]]) -> list[list[int]]:
     outputs = model.generate(prompts, max_tokens=STEPS, temperature=0, ignore_eos=True, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
@@ -65,7 +60,7 @@ def plain(model: VLLM, prompts: list[list[int]]) -> list[list[int]]:
 def test_only_steps_with_modules_go_without_graphs(
     model: VLLM, replays: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(runner(model)), "can_capture", False, raising=False)
+    monkeypatch.setattr(type(runner_of(model)), "can_capture", False, raising=False)
 
     def of_a_trace(reads: range) -> int:
         replays.clear()
@@ -92,7 +87,7 @@ def test_only_steps_with_modules_go_without_graphs(
 def test_steps_that_meet_the_same_modules_replay_pieces_of_a_graph(
     model: VLLM, replays: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not hasattr(runner(model), "pieces"):
+    if not hasattr(runner_of(model), "pieces"):
         pytest.skip("with Model Runner V2 only")
 
     def run(steps: int, other: int = -1) -> tuple[list[torch.Tensor], list[int], int]:
@@ -109,7 +104,7 @@ def test_steps_that_meet_the_same_modules_replay_pieces_of_a_graph(
         return seen, list(tracer.result.outputs[0].token_ids), len(replays)
 
     with monkeypatch.context() as without:
-        without.setattr(type(runner(model)), "can_capture", False)
+        without.setattr(type(runner_of(model)), "can_capture", False)
         expected, tokens, none = run(12)
         elsewhere, others, _ = run(12, 8)
     assert none == 0
@@ -138,7 +133,7 @@ def look(model: Any, step: int, edit: bool) -> list[torch.Tensor]:
 def test_ports_that_are_only_read_leave_the_graph_whole(
     model: VLLM, replays: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not hasattr(runner(model), "pieces"):
+    if not hasattr(runner_of(model), "pieces"):
         pytest.skip("with Model Runner V2 only")
 
     def run(steps: int, edited: int = -1) -> tuple[list[torch.Tensor], int]:
@@ -150,21 +145,21 @@ def test_ports_that_are_only_read_leave_the_graph_whole(
                 two: Any = save([look(model, step, False) for step in tracer.iter[:]])
         return [part for seen in [*one, *two] for part in seen], len(replays)
 
-    monkeypatch.setattr(runner(model), "pieces", None)
+    monkeypatch.setattr(runner_of(model), "pieces", None)
     with monkeypatch.context() as without:
-        without.setattr(type(runner(model)), "can_capture", False)
+        without.setattr(type(runner_of(model)), "can_capture", False)
         expected, none = run(12)
         elsewhere, _ = run(12, 8)
     assert none == 0
     run(5)
     found, replayed = run(12)
     assert replayed >= 11 and max(differ(found, expected)) < 1e-2
-    assert {len(forward.pieces) for forward in runner(model).pieces._forwards.values()} == {2}  # a graph, and turns
+    assert {len(forward.pieces) for forward in runner_of(model).pieces._forwards.values()} == {2}  # a graph, and turns
     found, again = run(12, 8)
     assert again > 0 and max(differ(found, elsewhere)) < 1e-2
-    assert runner(model).pieces.missed == 1
+    assert runner_of(model).pieces.missed == 1
     found, _ = run(12, 8)
-    assert runner(model).pieces.missed == 2 and max(differ(found, elsewhere)) < 1e-2
+    assert runner_of(model).pieces.missed == 2 and max(differ(found, elsewhere)) < 1e-2
     found, replayed = run(12)
     assert replayed >= 11 and max(differ(found, expected)) < 1e-2
     model.check_integrity()
@@ -209,7 +204,7 @@ def test_nothing_of_an_edit_is_left_in_the_cache(model: VLLM) -> None:
             spoiled = model.logits.isnan().all().save()
         assert spoiled
         assert plain(model, prompts) == expected
-    assert not any(bool(cache.isnan().any()) for cache in runner(model).kv_caches)
+    assert not any(bool(cache.isnan().any()) for cache in runner_of(model).kv_caches)
 
 
 def test_tensors_of_the_gpu_come_home_as_tensors_of_the_cpu(model: VLLM) -> None:
@@ -239,7 +234,7 @@ def test_large_saves_are_copied_by_the_gpu_into_files_that_are_used_again(model:
                 invokes.append(one)
         return [one.saves["seen"] for one in invokes]
 
-    small, files = run(1), runner(model).serving.outbox._files
+    small, files = run(1), runner_of(model).serving.outbox._files
     run(80)
     model.check_integrity()
     kept = {file.inode for file in files._kept}
@@ -273,7 +268,7 @@ def test_what_a_block_holds_on_the_gpu_is_bounded(model: VLLM, monkeypatch: pyte
             len(kept)
 
     holding(1)
-    monkeypatch.setattr(runner(model).serving._device_limit, "_limit", 256 << 20)
+    monkeypatch.setattr(runner_of(model).serving._device_limit, "_limit", 256 << 20)
     before = torch.cuda.memory_allocated()
     holding(40)
     with pytest.raises(MemoryLimitError, match=r"holds 30\d\.\d MiB of the GPU's memory, and the limit is 256\.0 MiB"):
@@ -285,7 +280,7 @@ def test_what_a_block_holds_on_the_gpu_is_bounded(model: VLLM, monkeypatch: pyte
 
 def test_blocks_that_only_read_have_several_steps_in_one_turn(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """What they get is what they get step by step."""
-    if not hasattr(runner(model), "pieces"):
+    if not hasattr(runner_of(model), "pieces"):
         pytest.skip("with Model Runner V2 only")
     steps, prompts = 60, [PROMPT, PROMPT[::-1], PROMPT[3:]]
 
@@ -303,7 +298,7 @@ def test_blocks_that_only_read_have_several_steps_in_one_turn(model: VLLM, monke
                 invokes.append(one)
         return [one.saves["seen"] for one in invokes], [list(one.result.outputs[0].token_ids) for one in invokes]
 
-    hub = runner(model).serving.hub
+    hub = runner_of(model).serving.hub
     with monkeypatch.context() as without:
         without.setattr(type(hub), "lags", lambda *_, **__: False)
         expected, tokens = run()
@@ -319,7 +314,7 @@ def test_blocks_that_only_read_have_several_steps_in_one_turn(model: VLLM, monke
 
 
 def test_a_block_that_strays_is_run_again(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not hasattr(runner(model), "pieces"):
+    if not hasattr(runner_of(model), "pieces"):
         pytest.skip("with Model Runner V2 only")
 
     which = [1] * 30 + [2] + [1] * 30
@@ -333,7 +328,7 @@ def test_a_block_that_strays_is_run_again(model: VLLM, monkeypatch: pytest.Monke
         assert len(tracer.result.outputs[0].token_ids) == 50
         return list(seen)
 
-    hub = runner(model).serving.hub
+    hub = runner_of(model).serving.hub
     with monkeypatch.context() as without:
         without.setattr(type(hub), "lags", lambda *_, **__: False)
         expected = run()
@@ -345,7 +340,7 @@ def test_a_block_that_strays_is_run_again(model: VLLM, monkeypatch: pytest.Monke
 
 
 def test_new_ports_hold_nobody_up_and_one_look_captures_nothing(model: VLLM) -> None:
-    if not hasattr(runner(model), "pieces"):
+    if not hasattr(runner_of(model), "pieces"):
         pytest.skip("with Model Runner V2 only")
     engine: Any = model.engine.llm_engine
     step, took = engine.step, list[float]()
@@ -357,7 +352,7 @@ def test_new_ports_hold_nobody_up_and_one_look_captures_nothing(model: VLLM) -> 
         return found
 
     def run(reads: range) -> int:
-        before = set(runner(model).pieces._forwards)
+        before = set(runner_of(model).pieces._forwards)
         with model.trace(max_tokens=12, temperature=0, ignore_eos=True) as tracer:
             with tracer.invoke(PROMPT):
                 for number in tracer.iter[:]:
@@ -365,11 +360,11 @@ def test_new_ports_hold_nobody_up_and_one_look_captures_nothing(model: VLLM) -> 
                         model.model.layers[0].self_attn.o_proj.output
             with tracer.invoke(PROMPT[::-1]):
                 model.logits
-        return len(set(runner(model).pieces._forwards) - before)
+        return len(set(runner_of(model).pieces._forwards) - before)
 
     run(range(12))  # compiles what Triton needs
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner(model), "pieces", Graphs(runner(model).model_state.model))
+        patch.setattr(runner_of(model), "pieces", Graphs(runner_of(model).model_state.model))
         patch.setattr(engine, "step", timed)
         assert run(range(5, 6)) == 0
         assert run(range(12)) == 1

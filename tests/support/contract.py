@@ -35,6 +35,11 @@ OTHER = "The capital of Japan is"
 BOUND = 1e-4
 
 
+def runner_of(model: Any) -> Any:
+    """The model runner of an engine in this process with one worker."""
+    return model.engine.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
 def first(value: Any) -> torch.Tensor:
     """The tensor itself, or the first part of a tuple."""
     found: torch.Tensor = value[0] if isinstance(value, tuple) else value

@@ -5,13 +5,12 @@ The model is a toy, the batch is made by hand; what vLLM does to real ones is te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from invivo.envoy.address import LOGITS, OUTPUT, SAMPLES, port_at
+from invivo.envoy.address import OUTPUT, port_at
 from invivo.envoy.envoy import RootEnvoy
 from invivo.envoy.errors import (
     InternalError,
@@ -24,66 +23,8 @@ from invivo.envoy.errors import (
 )
 from invivo.interleaver.hub import Hub
 from invivo.interleaver.mediator import Mediator
-from invivo.interleaver.modes import Turns
 from invivo.interleaver.windows import Share, Window, shares
-
-Body = Callable[[Any, Mediator], dict[str, object]]
-
-
-class Toy(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(3, 3)
-        self.second = torch.nn.Linear(3, 3)
-        self.unused = torch.nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))  # type: ignore[no-any-return]
-
-
-class Batch:
-    """A model with a hub, and the blocks of some requests."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = Toy()
-        self.hub = Hub(self.model)
-        self.envoy: Any = RootEnvoy(self.hub.tree, "")
-
-    def add(self, request: str, body: Body, turns: Turns | None = None) -> Mediator:
-        mediator = Mediator(self.hub.tree, turns or Turns(0, None), lambda mediator: body(self.envoy, mediator))
-        self.hub.add(request, mediator, 10)
-        return mediator
-
-    def step(self, rows: torch.Tensor, split: dict[str, Share]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Forward, logits and samples of one engine step."""
-        with torch.inference_mode():
-            self.hub.begin(split)
-            out = self.model(rows)
-            self.hub.forward_done()
-            logits = torch.arange(float(len(split) * 10)).reshape(len(split), 10)
-            replaced: Any = self.hub.fire(port_at("", LOGITS), logits)
-            logits = logits if replaced is None else replaced
-            samples = logits.argmax(-1)
-            replaced = self.hub.fire(port_at("", SAMPLES), samples)
-            self.hub.finish_step()
-        return out, samples if replaced is None else replaced
-
-
-@pytest.fixture
-def batch() -> Iterator[Batch]:
-    batch = Batch()
-    yield batch
-    for request in list(batch.hub.mediators):
-        batch.hub.end(request, "result")
-        batch.hub.remove(request)
-    batch.hub.check_integrity()
-
-
-def split(*counts: int) -> dict[str, Share]:
-    """Whole prompts of requests a, b, c, ..., one after the other."""
-    starts = [sum(counts[:index]) for index in range(len(counts) + 1)]
-    return shares("abcdef"[: len(counts)], starts, [0] * len(counts), counts, starts[-1])
+from support.hub_batch import Batch, Body, split
 
 
 def test_each_block_has_its_own_rows_and_edits(batch: Batch) -> None:
@@ -259,63 +200,6 @@ def test_gradients_dtype_and_random_state_are_the_blocks_own(batch: Batch) -> No
     assert one[1].dtype == torch.float64 and blocks[0].scope["grad"]  # type: ignore[index]
 
 
-def test_blocks_at_one_port_go_on_to_different_ones(batch: Batch) -> None:
-    rows = torch.randn(6, 3)
-    order: list[str] = []
-
-    def body(*ports: str) -> Body:
-        def run(envoy: Any, mediator: Mediator) -> dict[str, object]:
-            seen = {}
-            for port in ports:
-                module, _, kind = port.partition(".")
-                seen[port] = getattr(getattr(envoy, module), kind) if kind else getattr(envoy, port)
-                order.append(f"{mediator.request} {port}")
-            return {"seen": seen}
-
-        return run
-
-    both = body("first.output", "second.output")
-    one, *_, last = [
-        batch.add("a", both),
-        batch.add("b", both),
-        batch.add("c", body("first.output", "logits")),
-        batch.add("d", both),
-        batch.add("e", body("first.output")),
-        batch.add("f", both),
-    ]
-    out, _ = batch.step(rows, split(1, 1, 1, 1, 1, 1))
-    assert order == [
-        *(f"{request} first.output" for request in "abcdef"),
-        *(f"{request} second.output" for request in "abdf"),
-        "c logits",
-    ]
-    seen: Any = one.scope["seen"], last.scope["seen"]
-    assert torch.equal(seen[0]["second.output"], out[:1]) and torch.equal(seen[1]["second.output"], out[5:])
-
-
-def test_what_one_block_sets_is_not_there_in_the_turns_of_the_next(batch: Batch) -> None:
-    def sets(envoy: Any, mediator: Mediator) -> dict[str, object]:
-        envoy.first.output.clone()
-        torch.set_grad_enabled(True)
-        torch.set_default_dtype(torch.float64)
-        return look(envoy.second.output)
-
-    def sees(envoy: Any, mediator: Mediator) -> dict[str, object]:
-        envoy.first.output.clone()
-        return look(envoy.second.output)
-
-    def look(_: object) -> dict[str, object]:
-        return {"grad": torch.is_grad_enabled(), "dtype": torch.get_default_dtype()}
-
-    with torch.no_grad():  # as in an engine
-        before = batch.add("a", sees, Turns(0, None, ()))
-        own = batch.add("b", sets)
-        after = batch.add("c", sees, Turns(0, None, ()))
-        batch.step(torch.randn(3, 3), split(1, 1, 1))
-    assert own.scope == {"grad": True, "dtype": torch.float64}
-    assert before.scope == after.scope == {"grad": False, "dtype": torch.float32}
-
-
 def test_integrity_names_what_is_left(batch: Batch) -> None:
     batch.add("a", lambda envoy, mediator: {})
     with pytest.raises(InternalError, match="'blocks': 1"):
@@ -358,9 +242,8 @@ class Tied(torch.nn.Module):
 
 
 @pytest.fixture
-def tied(monkeypatch: pytest.MonkeyPatch) -> Batch:
-    monkeypatch.setitem(globals(), "Toy", Tied)
-    return Batch()
+def tied() -> Batch:
+    return Batch(Tied)
 
 
 def test_the_next_call_of_a_module_is_reached_in_the_first_step_too(tied: Batch) -> None:
