@@ -58,6 +58,21 @@ class Unsent(Packed, frozen=True, array_like=True):
         return Packed(self.head, at_home(self.pieces))
 
 
+class Opened(Packed, frozen=True, array_like=True):
+    """Saved values that have been read.
+
+    Attributes:
+        values: by name.
+    """
+
+    values: dict[str, object]
+
+
+def opened(packed: Packed) -> Opened:
+    """Reads saved values ahead of `unpack`, which takes them then. Raises as it does."""
+    return Opened(packed.head, packed.buffers, unpack(packed))
+
+
 def pack(saves: Mapping[str, object], *, later: bool = False) -> Packed:
     """Turns saved values into a head and buffers.
 
@@ -99,6 +114,8 @@ def unpack(packed: Packed) -> dict[str, object]:
     Raises:
         InternalError: the bytes are not what `pack` writes. Nothing is executed, whatever they are.
     """
+    if isinstance(packed, Opened):
+        return packed.values
     try:
         message = _messages.decode(packed.head)
         if message.version != VERSION:

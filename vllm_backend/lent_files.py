@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,18 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 """A place in memory, and the bytes on the device that are to be there."""
 
 
+class Pending(Protocol):
+    """What a device was told to do; a `torch.cuda.Event` is one. Both raise `RuntimeError` if it failed."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+        ...
+
+    def synchronize(self) -> object:
+        """Wait until it is done."""
+        ...
+
+
 class Copier(Protocol):
     """What copies from a device to memory that was locked for it."""
 
@@ -44,12 +56,12 @@ class Copier(Protocol):
         """Undo `lock`."""
         ...
 
-    def mark(self) -> Any:
-        """When the device has done what it was told to do so far; ``synchronize()`` waits for that."""
+    def mark(self) -> Pending:
+        """What the device was told to do so far."""
         ...
 
-    def start(self, copies: Sequence[Copy], after: Any) -> Callable[[], object]:
-        """Start copies from one device, which begin at a mark. Gives what waits for their end."""
+    def start(self, copies: Sequence[Copy], after: Any) -> Pending:
+        """Start copies from one device, which begin at a mark."""
         ...
 
 
@@ -83,7 +95,7 @@ class Cuda:
         event.record()
         return event
 
-    def start(self, copies: Sequence[Copy], after: torch.cuda.Event) -> Callable[[], object]:
+    def start(self, copies: Sequence[Copy], after: torch.cuda.Event) -> torch.cuda.Event:
         """See `Copier`."""
         device = copies[0][1].device
         if any(source.device != device for _, source in copies):
@@ -97,7 +109,7 @@ class Cuda:
                 # One call: between two, the thread may have to wait for Python's lock.
                 copy_each([place for place, _ in copies], [source for _, source in copies], non_blocking=True)
                 over.record()
-        return over.synchronize
+        return over
 
 
 def _runtime() -> Any:

@@ -28,11 +28,15 @@ from ..envoy.errors import InternalError
 from ..tracer.backend import Reply
 from ..tracer.buffers import OnDevice, Piece, at_home
 from ..tracer.results import Packed, Unsent
-from .lent_files import PART, Copier, Copy, Cuda, File, Files
+from .lent_files import PART, Copier, Copy, Cuda, File, Files, Pending
 from .parcel import ERROR, HEADER, LENT, NOTHING, STATE, TAKEN, THRESHOLD, TOKEN_BYTES, Lending, Parcel, State, Ticket
 
 _SLICE = 4 << 20
 _PAUSE = 0.05
+
+_SOON = 0.0005
+"""Between two looks whether a device has copied what it was told to."""
+
 _SECONDS = 60.0
 """How long saves wait for a client that does not come for them, after the copy or its last call."""
 
@@ -128,14 +132,15 @@ class Outbox:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while True:
             with self._changed:
-                new = [offer for offer in self._waiting.values() if not offer.begun]
-                offer = next((offer for offer in self._waiting.values() if not offer.copied), None)
-                gone = self._put_back() if offer is None else []
+                left = [offer for offer in self._waiting.values() if not offer.copied]
+                new = [offer for offer in left if not offer.begun]
+                offer = next((offer for offer in left if offer.begun and offer.ready), None)
+                gone = [] if left else self._put_back()
                 if not (self._waiting or len(self._files) or gone):
                     self._thread = None
                     return
-                if offer is None and not gone:
-                    self._changed.wait(_PAUSE if self._waiting else _IDLE)
+                if not new and offer is None and not gone:
+                    self._changed.wait(_SOON if left else _PAUSE if self._waiting else _IDLE)
             for file in gone:
                 file.close()
             for one in new:
@@ -181,7 +186,7 @@ class _Offer:
     ) -> None:
         self._pieces: list[Piece | None] = [*pieces]
         self._copier, self._after = copier, after
-        self._wait: Callable[[], object] = lambda: None
+        self._sending: Pending | None = None
         self._sent: list[OnDevice] = []
         self.begun = copier is None
         self.dropped = self.held = False
@@ -199,6 +204,14 @@ class _Offer:
         except BaseException:
             self._file.close()
             raise
+
+    @property
+    def ready(self) -> bool:
+        """Whether `copy` need not wait for the device."""
+        try:
+            return self._sending is None or self._sending.query()
+        except RuntimeError:
+            return True  # `copy` says so
 
     @property
     def copied(self) -> bool:
@@ -230,7 +243,7 @@ class _Offer:
                 away = [(at, piece) for at, piece in enumerate(self._pieces) if isinstance(piece, OnDevice)]
                 memory = self._file.lock(copier)
                 copies = [copy for at, piece in away for copy in _copies(memory, self._places[at], piece)]
-                self._wait = copier.start(copies, self._after)
+                self._sending = copier.start(copies, self._after)
                 self._sent = [piece for _, piece in away]
                 for at, _ in away:
                     self._pieces[at] = None
@@ -252,6 +265,10 @@ class _Offer:
             self._mark(State.FAILED, getattr(error, "errno", None) or errno.EIO)
         finally:
             self._let_go()
+
+    def _wait(self) -> None:
+        if self._sending is not None:
+            self._sending.synchronize()
 
     def _let_go(self) -> None:
         """Let go of the saves, when the device has done what it was told."""

@@ -17,6 +17,7 @@ from ..tracer.block import Group, Payload
 from ..tracer.dependencies import ends_before, meets
 from ..tracer.failure import describe
 from ..tracer.prompt import Prompt
+from ..tracer.results import opened
 from .engine import Call, Engine
 from .in_band import unpacked
 from .pickup import Arriving, receive
@@ -181,13 +182,19 @@ class SyncBackend:
             self._engine.generate_all(
                 [prompt for prompt, _ in prepared], [params for _, params in prepared], ends_before(groups), ended
             )
-            replies = [arriving[index].reply() for index in range(len(payloads))]  # large saves may still be copied
+            # Large saves may still be copied: while those of one block are waited for, those of others are read.
+            replies = [_opened(arriving[index].reply()) for index in range(len(payloads))]
         except EngineDiedError:
             raise
         except BaseException:
             self._engine.call("invivo_discard_group", groups[0].trace, [payload.trace for payload in payloads])
             raise
         return [(checked(reply, outputs[at], groups[at]), outputs[at]) for at, reply in enumerate(replies)]
+
+
+def _opened(reply: Reply) -> Reply:
+    """The reply, with its saves read."""
+    return structs.replace(reply, saves=opened(reply.saves))
 
 
 def _calls(ready: Sequence[int], groups: Sequence[Group]) -> list[list[int]]:

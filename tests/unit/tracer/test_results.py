@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from invivo.envoy.errors import InternalError, SaveError
 from invivo.tracer.buffers import DTYPES
 from invivo.tracer.nodes import VERSION, Message, Tag
-from invivo.tracer.results import Packed, from_bytes, pack, to_bytes, unpack
+from invivo.tracer.results import Packed, from_bytes, opened, pack, to_bytes, unpack
 
 
 def round_trip(value: object) -> object:
@@ -372,3 +372,12 @@ def test_tensors_of_a_prompt_and_of_single_tokens_are_few_buffers() -> None:
     found: Any = unpack(packed)
     assert all(torch.equal(one, other) for one, other in zip(values, found["values"], strict=True))
     assert found["again"][0] is found["values"][3] and found["again"][1] is found["values"][-2]
+
+
+def test_values_that_are_read_ahead_are_read_once() -> None:
+    ahead = opened(pack({"x": torch.arange(3.0), "n": 3}))
+    values = unpack(ahead)
+    assert unpack(ahead) is values
+    assert torch.equal(values["x"], torch.arange(3.0)) and values["n"] == 3  # type: ignore[arg-type]
+    with pytest.raises(InternalError):
+        opened(Packed(b"no message", []))

@@ -1,6 +1,6 @@
 """Files that a device copies to: what is in them, when they are used again, and when not.
 
-The device is the CPU itself here, with a copier that does what it is told when it is waited for.
+The device is the CPU itself here, with a copier that does what it is told when it is waited for, or asked.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class Late:
         self.locked: list[int] = []
         self.copies: list[Copy] = []
         self.fails = ""
+        self.begun = 0
+        self.busy: set[int] = set()
+        """Numbers of copies that take long."""
 
     def lock(self, memory: torch.Tensor) -> None:
         if self.fails == "lock":
@@ -48,20 +51,36 @@ class Late:
     def mark(self) -> Late:
         return self
 
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
         """All is there."""
 
-    def start(self, copies: Sequence[Copy], after: Late) -> Callable[[], object]:
+    def start(self, copies: Sequence[Copy], after: Late) -> _Copying:
         assert after is self
         self.copies = [*copies]
+        self.begun += 1
+        return _Copying(self, self.begun - 1)
 
-        def wait() -> None:
-            if self.fails == "copy":
-                raise RuntimeError("a CUDA error")
-            for place, source in copies:
-                place.copy_(source)
 
-        return wait
+class _Copying:
+    """See `lent_files.Pending`."""
+
+    def __init__(self, copier: Late, number: int) -> None:
+        self._copier, self._copies, self._number = copier, copier.copies, number
+
+    def query(self) -> bool:
+        if self._copier.fails == "copy":
+            raise RuntimeError("a CUDA error")
+        return self._number not in self._copier.busy
+
+    def synchronize(self) -> None:
+        if self._copier.fails == "copy":
+            raise RuntimeError("a CUDA error")
+        assert self._number not in self._copier.busy, "nobody waits for one copy while others can be begun"
+        for place, source in self._copies:
+            place.copy_(source)
 
 
 @pytest.fixture
@@ -218,6 +237,17 @@ def test_a_copy_that_fails(worker: Outbox, copier: Late) -> None:
     with pytest.raises(SaveError, match="could not copy them"):
         home(send(worker, a=torch.ones(BIG)))
     worker.drop("a trace")
+
+
+def test_a_copy_that_takes_long_holds_up_no_other(worker: Outbox, copier: Late) -> None:
+    copier.busy.add(0)
+    slow = worker.send("slow", Reply(pack({"a": torch.ones(BIG)}, later=True), None, "", (), None))
+    wait_for(lambda: copier.begun == 1)
+    assert (home(send(worker, a=torch.zeros(BIG)))["a"] == 0).all()
+    arriving = pickup.Arriving(slow, "slow", never)
+    assert arriving._ticket is not None and not pickup.is_done(arriving._ticket, arriving._memory)
+    copier.busy.clear()
+    assert (unpack(arriving.reply().saves)["a"] == 1).all()  # type: ignore[attr-defined]
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
