@@ -14,6 +14,7 @@ from typing import Any
 
 from ..envoy.envoy import Envoy
 from ..envoy.errors import MisuseError
+from .barrier import Barrier
 from .block import Home, SharedValues
 from .codec import encode
 
@@ -45,6 +46,8 @@ class Sharing:
         self._before: dict[str, list[object]] = {}
         self._copied: set[int] = set()
         self._new: list[str] = []
+        self._barriers: dict[str, dict[str, int]] = {}
+        self._met: dict[str, int] = {}
 
     def save(self, value: object) -> None:
         """A value was saved in the body: its containers are shared, whoever made them.
@@ -75,6 +78,7 @@ class Sharing:
             return None
         known = self._keys.get(id(value))
         if known is not None:
+            self._met |= self._barriers[known]
             return known
         if id(value) in self._theirs:
             self._copied.add(id(value))
@@ -82,16 +86,18 @@ class Sharing:
             for item in _containers([value]):
                 if id(item) not in self._theirs and id(item) not in self._keys:
                     self._register(item)
-            return self._keys[id(value)]
+            key = self._keys[id(value)]
+            self._met |= self._barriers[key]
+            return key
         return None
 
     def settle(self) -> tuple[tuple[str, int], ...]:
-        """Encode what the invoke just captured has brought in; returns the barriers in it.
+        """Encode what the invoke just captured has brought in; returns the barriers in what it refers to.
 
         Raises:
             TransferError: something in it cannot be sent.
         """
-        barriers: dict[str, int] = {}
+        barriers, self._met = self._met, {}
         while self._new:
             new, self._new = self._new, []
             contents = {key: copy.copy(self._objects[key]) for key in new}
@@ -143,12 +149,29 @@ class Sharing:
         self._objects[key] = value
         self._before[key] = _items(value)
         self._new.append(key)
+        self._barriers[key] = _barriers(value)
 
 
 def _items(value: Any) -> list[object]:
     if isinstance(value, bytearray):
         return list(value)
     return [*value, *value.values()] if isinstance(value, dict) else list(value)
+
+
+def _barriers(value: object) -> dict[str, int]:
+    """The barriers in a container and everything inside of it, each with the number of blocks that meet there."""
+    found: dict[str, int] = {}
+    todo, seen = [value], set[int]()
+    while todo:
+        value = todo.pop()
+        if isinstance(value, Barrier):
+            found[value.key] = value.count
+        elif id(value) not in seen and type(value) is not bytearray:
+            seen.add(id(value))
+            items = _items(value)
+            if not {*map(type, items)}.isdisjoint(_BOTH | {Barrier}):
+                todo.extend(item for item in items if type(item) in _BOTH or isinstance(item, Barrier))
+    return found
 
 
 def _containers(values: Iterable[object]) -> list[object]:

@@ -24,6 +24,22 @@ def test_blocks_meet_at_a_barrier(model: Any, count: int) -> None:
     assert seen == ["h"] or count == 1
 
 
+def test_blocks_find_their_barriers_in_what_they_share(model: Any) -> None:
+    with model.trace(max_tokens=1, temperature=0) as tracer:
+        pairs = [("first", tracer.barrier(2)), ("last", tracer.barrier(2))]
+        order = list().save()
+        with tracer.invoke(PROMPT):
+            order.append("one")
+            for _, meet in pairs:
+                meet()
+            order.append("over")
+        with tracer.invoke(OTHER):
+            pairs[0][1]()
+            order.append("other")
+            pairs[1][1]()
+    assert order == ["one", "other", "over"]
+
+
 def test_barriers_that_cannot_fill(model: Any) -> None:
     with pytest.raises(MisuseError, match="waits for 3 blocks, and 2 of the trace refer to it"):
         with model.trace(max_tokens=1, temperature=0) as tracer:

@@ -13,6 +13,7 @@ from invivo.envoy.envoy import RootEnvoy
 from invivo.envoy.errors import MisuseError, TransferError
 from invivo.envoy.tree import ModuleTree
 from invivo.interleaver.group import Groups
+from invivo.tracer.barrier import Barrier
 from invivo.tracer.block import Group
 from invivo.tracer.codec import decode, encode
 from invivo.tracer.sharing import Sharing
@@ -127,3 +128,15 @@ def test_what_cannot_be_sent_is_named() -> None:
             send(sharing, {"x": value})
     finally:
         value["file"].close()
+
+
+def test_every_block_that_reads_a_container_refers_to_the_barriers_in_it() -> None:
+    nested: dict[str, object] = {"deep": [3, (Barrier("0", 2), "text")]}
+    outer = [nested, Barrier("1", 3), bytearray(b"x"), [*range(9)]]
+    sharing = Sharing(MODEL, [])
+    sharing.consider([outer, nested])
+    found = []
+    for values in ({"x": 5}, {"outer": outer}, {"outer": outer}, {"nested": nested}, {"x": 5}):
+        encode({"local": values}, MODEL, sharing.key)
+        found.append(dict(sharing.settle()))
+    assert found == [{}, {"0": 2, "1": 3}, {"0": 2, "1": 3}, {"0": 2}, {}]
