@@ -82,7 +82,7 @@ def prefill(bench: GpuBench) -> list[Figure | Curve]:
         "copies to pinned memory": lambda: 4 * timed(lambda: pinned.copy_(source)),
         "copies to ordinary memory": lambda: 4 * timed(lambda: pageable.copy_(source)),
     }
-    times = bench.alternate(runs, 4)
+    times = bench.alternate(runs, 8)
     base = times["untraced"]
     how = (
         f"{PROMPTS} untraced prompts of {LONG} tokens and one more ({statistics.median(base) * 1e3:.0f} ms) over a "
