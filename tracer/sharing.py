@@ -76,20 +76,18 @@ class Sharing:
         """The key of a shared container; None for anything else. Called for every object that is sent."""
         if type(value) not in _SHARED:
             return None
-        known = self._keys.get(id(value))
-        if known is not None:
-            self._met |= self._barriers[known]
-            return known
-        if id(value) in self._theirs:
-            self._copied.add(id(value))
-        elif id(value) in self._candidates:
+        if id(value) not in self._keys:
+            if id(value) in self._theirs:
+                self._copied.add(id(value))
+                return None
+            if id(value) not in self._candidates:
+                return None
             for item in _containers([value]):
                 if id(item) not in self._theirs and id(item) not in self._keys:
                     self._register(item)
-            key = self._keys[id(value)]
-            self._met |= self._barriers[key]
-            return key
-        return None
+        key = self._keys[id(value)]
+        self._met |= self._barriers[key]
+        return key
 
     def settle(self) -> tuple[tuple[str, int], ...]:
         """Encode what the invoke just captured has brought in; returns the barriers in what it refers to.
@@ -97,7 +95,7 @@ class Sharing:
         Raises:
             TransferError: something in it cannot be sent.
         """
-        barriers, self._met = self._met, {}
+        barriers: dict[str, int] = {}
         while self._new:
             new, self._new = self._new, []
             contents = {key: copy.copy(self._objects[key]) for key in new}
@@ -110,6 +108,8 @@ class Sharing:
             )
             barriers.update(encoded.barriers)
             self.uses |= encoded.uses
+        barriers |= self._met  # also those in containers that others refer to
+        self._met = {}
         return tuple(barriers.items())
 
     def check_unchanged(self, scope: Mapping[str, object]) -> None:
@@ -160,32 +160,24 @@ def _items(value: Any) -> list[object]:
 
 def _barriers(value: object) -> dict[str, int]:
     """The barriers in a container and everything inside of it, each with the number of blocks that meet there."""
-    found: dict[str, int] = {}
-    todo, seen = [value], set[int]()
-    while todo:
-        value = todo.pop()
-        if isinstance(value, Barrier):
-            found[value.key] = value.count
-        elif id(value) not in seen and type(value) is not bytearray:
-            seen.add(id(value))
-            items = _items(value)
-            if not {*map(type, items)}.isdisjoint(_BOTH | {Barrier}):
-                todo.extend(item for item in items if type(item) in _BOTH or isinstance(item, Barrier))
-    return found
+    insides = (_items(inside) for inside in _within([value]) if type(inside) is not bytearray)
+    return {item.key: item.count for items in insides for item in items if isinstance(item, Barrier)}
 
 
 def _containers(values: Iterable[object]) -> list[object]:
     """The containers of the kinds that can be shared among the values and everything inside of them."""
+    return [container for container in _within(values) if type(container) in _SHARED]
+
+
+def _within(values: Iterable[object]) -> list[object]:
+    """All containers among the values and everything inside of them."""
     found: dict[int, object] = {}
     todo = [value for value in values if type(value) in _BOTH]
-    seen: set[int] = set()
     while todo:
         value = todo.pop()
-        if id(value) in seen:
+        if id(value) in found:
             continue
-        seen.add(id(value))
-        if type(value) in _SHARED:
-            found[id(value)] = value
+        found[id(value)] = value
         items = _items(value) if not isinstance(value, bytearray) else []
         if not {*map(type, items)}.isdisjoint(_BOTH):  # long lists of numbers are usual
             todo.extend(item for item in items if type(item) in _BOTH)

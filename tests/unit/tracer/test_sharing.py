@@ -136,7 +136,7 @@ def test_every_block_that_reads_a_container_refers_to_the_barriers_in_it() -> No
     sharing = Sharing(MODEL, [])
     sharing.consider([outer, nested])
     found = []
-    for values in ({"x": 5}, {"outer": outer}, {"outer": outer}, {"nested": nested}, {"x": 5}):
+    for values in ({"x": 5}, {"outer": outer}, {"x": 5}, {"outer": outer}, {"nested": nested}, {"x": 5}):
         encode({"local": values}, MODEL, sharing.key)
         found.append(dict(sharing.settle()))
-    assert found == [{}, {"0": 2, "1": 3}, {"0": 2, "1": 3}, {"0": 2}, {}]
+    assert found == [{}, {"0": 2, "1": 3}, {}, {"0": 2, "1": 3}, {"0": 2}, {}]
